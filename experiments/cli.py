@@ -80,8 +80,9 @@ def build(experiment, parameters, flag_values, positional, argv) -> tuple[Work, 
         raise ValueError(f"unexpected argument {rest[0]!r}: everything is a flag, see --help")
     gin.enter_interactive_mode()  # the same experiment may be configured again in one process (tests)
     gin.clear_config()
+    defaults = inspect.signature(experiment).parameters
     gin.parse_config([f"{experiment.__name__}.{name} = @{kind.__name__}()"
-                      for name, kind in dataclass_parameters(experiment).items()])
+                      for name, kind in dataclass_parameters(experiment).items() if defaults[name].default is not inspect.Parameter.empty])
     for path in flag_values.gin_file:
         if not pathlib.Path(path).is_file():
             raise ValueError(f"--gin_file={path}: no such file")
@@ -108,6 +109,11 @@ def register(*kinds: type) -> None:
             gin.get_configurable(kind.__name__)
         except ValueError:
             gin.external_configurable(kind, name=kind.__name__)
+
+
+def register_function(function: Callable) -> None:
+    """The same for a function that builds a config value."""
+    gin.external_configurable(function, name=function.__name__)
 
 
 def configurable(experiment: Callable[..., Work]) -> Callable[..., Work]:
@@ -195,13 +201,14 @@ def _scalar(p: Parameter, text: str):
 def check_bindings(experiment, parameters: list[Parameter]) -> None:
     """Raises ValueError for a required parameter without a value and for a gin value of the wrong type."""
     required = {name for name, p in inspect.signature(experiment).parameters.items() if p.default is p.empty}
+    name = experiment.__name__
+    for missing in [n for n in required if not _is_bound(f"{name}.{n}")]:
+        flag = f"--{missing} or " if any(p.binding == f"{name}.{missing}" for p in parameters) else ""
+        raise ValueError(f"{missing} is required: {flag}--gin='{name}.{missing} = ...' or a --gin_file that binds it")
     for p in parameters:
-        try:
-            value = gin.query_parameter(p.binding)
-        except ValueError:  # not bound: the function's default holds
-            if p.flag in required and p.binding.startswith(experiment.__name__ + "."):
-                raise ValueError(f"--{p.flag} (or gin {p.binding}) is required") from None
+        if not _is_bound(p.binding):  # the default holds
             continue
+        value = gin.query_parameter(p.binding)
         items = value if p.is_list and isinstance(value, (list, tuple)) else [value]
         accepted = (int, float) if p.kind is float else (p.kind,)
         for item in items:
@@ -209,6 +216,14 @@ def check_bindings(experiment, parameters: list[Parameter]) -> None:
             if item is not None and wrong and type(item).__module__ != "gin.config":
                 kind = f"a list of {p.kind.__name__}" if p.is_list else p.kind.__name__
                 raise ValueError(f"{p.binding}={value!r}: must be {kind}")
+
+
+def _is_bound(binding: str) -> bool:
+    try:
+        gin.query_parameter(binding)
+    except ValueError:
+        return False
+    return True
 
 
 def one_line(error: Exception) -> str:

@@ -1,0 +1,123 @@
+"""Do checkpoints give the logits and greedy tokens that they must? `python -m experiments.conformance --checkpoint=DIR DIR …`"""
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments import cli
+from moejax import checkpoint as checkpoints
+from moejax.model import Transformer, num_params
+
+GOLDEN = "golden.npz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """What a checkpoint must give: input_ids int32 [B, T], logits float32 [B, T, V], greedy_ids int32 [B, N]."""
+
+    input_ids: np.ndarray
+    logits: np.ndarray
+    greedy_ids: np.ndarray
+
+    @classmethod
+    def read(cls, path: pathlib.Path, vocab_size: int) -> Golden:
+        """Reads a golden.npz. Raises FileNotFoundError, or ValueError naming the array that is missing or has a wrong shape."""
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file")
+        try:
+            with np.load(path) as arrays:
+                found = {name: arrays[name] for name in ("input_ids", "logits", "greedy_ids")}
+        except (KeyError, ValueError, OSError) as e:
+            raise ValueError(f"{path}: must hold input_ids, logits and greedy_ids ({e})") from None
+        ids, logits, greedy = found["input_ids"], found["logits"], found["greedy_ids"]
+        if ids.ndim != 2 or logits.shape != (*ids.shape, vocab_size) or greedy.ndim != 2 or greedy.shape[0] != ids.shape[0]:
+            raise ValueError(f"{path}: {ids.shape=}, {logits.shape=}, {greedy.shape=}: must be [B, T], [B, T, {vocab_size}], [B, N]")
+        for name, array in (("input_ids", ids), ("greedy_ids", greedy)):
+            if array.size and (array.min() < 0 or array.max() >= vocab_size):
+                raise ValueError(f"{path}: {name} has ids outside of the vocabulary of {vocab_size}")
+        return cls(ids.astype(np.int32), logits.astype(np.float32), greedy.astype(np.int32))
+
+
+@cli.configurable
+def conformance(checkpoint: list[str], tolerance: float = 2e-4) -> cli.Work:
+    """Compares checkpoints with the golden.npz beside them, in float32.
+
+    Prints for each the largest logit error, the share of positions with the same top-1 token, and whether greedy decoding
+    appends the same tokens. Exit code 1 when an error exceeds the tolerance or greedy tokens differ.
+
+    Args:
+      checkpoint: folders with a checkpoint and its golden.npz; arguments without a flag name are more of them.
+      tolerance: largest accepted |logit error|.
+    """
+    if not checkpoint:
+        raise ValueError("checkpoint=[]: name at least one folder")
+    if not tolerance > 0:
+        raise ValueError(f"{tolerance=}: must be above 0")
+    cases = []
+    for folder in checkpoint:
+        if not pathlib.Path(folder).is_dir():
+            raise FileNotFoundError(f"checkpoint={folder}: no such folder")
+        source = checkpoints.open_source(folder)
+        cases.append((folder, source, Golden.read(pathlib.Path(folder) / GOLDEN, source.config.vocab_size)))
+
+    def work() -> dict:
+        results = [run_case(folder, source, golden, tolerance) for folder, source, golden in cases]
+        passed = all(r["passed"] for r in results)
+        return {"tolerance": tolerance, "cases": results, "passed": passed, "exit_code": 0 if passed else 1}
+
+    return work
+
+
+def run_case(folder: str, source, golden: Golden, tolerance: float) -> dict:
+    """Loads one checkpoint and compares it with its golden arrays."""
+    with jax.default_matmul_precision("highest"):
+        model, _ = checkpoints.load_source(source, dtype=jnp.float32)
+        source.close()
+        logits, greedy_ids = forward_and_greedy(model, golden.input_ids, golden.greedy_ids.shape[1])
+    error = np.abs(logits - golden.logits)
+    worst = float("inf") if np.isnan(error).any() else float(error.max())
+    greedy_match = bool((greedy_ids == golden.greedy_ids).all())
+    result = {
+        "checkpoint": folder,
+        "parameters": num_params(nnx.state(model)),
+        "max_abs_logit_error": worst,
+        "top1_agreement": float((logits.argmax(-1) == golden.logits.argmax(-1)).mean()),
+        "greedy_match": greedy_match,
+        "passed": worst <= tolerance and greedy_match,
+    }
+    print("{checkpoint}: {parameters:,} parameters, max |logit error| {max_abs_logit_error:.2e}, top-1 {top1_agreement:.4f}, "
+          "greedy {greedy}, {verdict}".format(**result, greedy="equal" if greedy_match else "DIFFERS",
+                                              verdict="pass" if result["passed"] else "FAIL"))
+    return result
+
+
+def forward_and_greedy(model: Transformer, input_ids: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits float32 [B, T, V] of the input, and the `steps` greedy tokens int32 [B, steps] after it.
+
+    Every pass is over the whole sequence so far, padded to one shape so that it compiles once; `valid` tells the true length,
+    which "dynamic" RoPE depends on.
+    """
+    graphdef, params = nnx.split(model)
+    T = input_ids.shape[1]
+
+    @jax.jit
+    def forward(params, tokens, length):
+        valid = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None] < length, tokens.shape)
+        return nnx.merge(graphdef, params)(tokens, valid=valid).logits
+
+    tokens = np.pad(input_ids, ((0, 0), (0, steps)))
+    logits = np.asarray(forward(params, jnp.asarray(tokens), T))[:, :T]
+    following = logits[:, -1]
+    for length in range(T, T + steps):
+        tokens[:, length] = following.argmax(-1)
+        following = np.asarray(forward(params, jnp.asarray(tokens), length + 1))[:, length]
+    return logits, tokens[:, T:]
+
+
+if __name__ == "__main__":
+    cli.main(conformance, positional="checkpoint")

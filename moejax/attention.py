@@ -1,0 +1,84 @@
+"""Grouped-query attention: project, norm, clip, rotate; hand q, k, v to an `Attend`; project back.
+
+`Attend` is where a KV cache comes in: it gets the layer's index and rotated q, k, v, and returns the attention output. The
+model knows nothing of caches, and `causal_attention` below is the one that needs none.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax import rope
+from moejax.config import ModelConfig
+from moejax.layers import RMSNorm, linear, normal_param, out_std
+
+# (layer, q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H]
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+MASK_VALUE = -1e30
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, sliding_window: int | None = None) -> jax.Array:
+    """Causal attention of T tokens among themselves; scores and softmax in float32.
+
+    Args:
+      q: [B, T, N, H].  k, v: [B, T, K, H], N a multiple of K.
+      sliding_window: w lets the query at t see positions s with t - s < w; None, all of the past.
+
+    Returns:
+      [B, T, N, H] in q's dtype.
+    """
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    q = q.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    back = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    visible = back >= 0 if sliding_window is None else (back >= 0) & (back < sliding_window)
+    scores = jnp.where(visible[None, None, None], scores, MASK_VALUE)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
+
+
+class Attention(nnx.Module):
+    """The attention of one block."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, param_dtype):
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.config, self.layer = config, layer
+        self.w_q_NHD = normal_param(rngs, (N, H, D), param_dtype)
+        self.w_k_KHD = normal_param(rngs, (K, H, D), param_dtype)
+        self.w_v_KHD = normal_param(rngs, (K, H, D), param_dtype)
+        self.w_o_DNH = normal_param(rngs, (D, N, H), param_dtype, out_std(config))
+        if config.attention_bias:
+            self.b_q_NH = nnx.Param(jnp.zeros((N, H), param_dtype))
+            self.b_k_KH = nnx.Param(jnp.zeros((K, H), param_dtype))
+            self.b_v_KH = nnx.Param(jnp.zeros((K, H), param_dtype))
+        if config.attention_out_bias:
+            self.b_o_D = nnx.Param(jnp.zeros((D,), param_dtype))
+        if config.qk_norm != "none":
+            full = config.qk_norm == "full"
+            self.q_norm = RMSNorm((N, H) if full else (H,), config.rms_norm_eps, param_dtype)
+            self.k_norm = RMSNorm((K, H) if full else (H,), config.rms_norm_eps, param_dtype)
+
+    def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
+        """x [B, T, D], cos and sin [B, T, 1, H/2] -> [B, T, D]."""
+        config = self.config
+        has_bias = config.attention_bias
+        q = self._heads(x_BTD, self.w_q_NHD, self.b_q_NH if has_bias else None)
+        k = self._heads(x_BTD, self.w_k_KHD, self.b_k_KH if has_bias else None)
+        v = self._heads(x_BTD, self.w_v_KHD, self.b_v_KH if has_bias else None)
+        if config.qk_norm != "none":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
+        out = attend(self.layer, rope.apply(q, cos, sin), rope.apply(k, cos, sin), v)
+        B, T, D = x_BTD.shape
+        bias = self.b_o_D[...] if config.attention_out_bias else None
+        return linear(out.reshape(B, T, -1), self.w_o_DNH[...].reshape(D, -1), bias)
+
+    def _heads(self, x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+        heads, head_dim, width = w.shape
+        y = linear(x_BTD, w[...].reshape(-1, width), None if bias is None else bias[...].reshape(-1))
+        return y.reshape(*x_BTD.shape[:2], heads, head_dim)

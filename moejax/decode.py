@@ -1,0 +1,330 @@
+"""Decoding over one donated state: prefill a slot in pieces, insert it, generate for all slots at once.
+
+Everything here is a pure function under `jax.jit`. What is static is one `DecodeSpec`; the state is donated, so pools and open
+pages are updated in place. Shapes come in few sizes (`piece_lengths`), and `compilations` counts every one that was traced.
+
+    spec, params = split(model, kv_format)
+    state = init_state(spec, max_batch=4, num_pages=64, max_len=2048)
+    for tokens, q_len in pieces(prompt, 0, page_size):
+        state, logits = prefill_piece(spec, params, state, slot, tokens, q_len)
+    state, first = insert(state, slot, logits, request, decodable)
+    state, packed = generate(spec, params, state, decodable, num_steps=16)
+"""
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax import kv_cache, sampling
+from moejax.config import ModelConfig
+from moejax.kv_cache import KeyTransform, LayerKV, Placement
+from moejax.model import Transformer
+from moejax.page_table import PageTable
+from moejax.sampling import RowSampling
+from pallas_kernels.kv_format import KVFormat
+from pallas_kernels.pallas_utils import INVALID, cdiv
+
+NO_TOKEN = -1
+MAX_STOP_IDS = 16
+
+compilations: collections.Counter[str] = collections.Counter()
+"""Function name -> shapes traced (each is one compilation, or one look into the persistent cache) in this process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSpec:
+    """All that is static: part of the key of every compiled function.
+
+    Attributes:
+      graphdef, config: of the `Transformer`.
+      kv_format: storage format of the cache.
+      implementation: of `paged_attention` and `close_page`; None picks by platform.
+    """
+
+    graphdef: nnx.GraphDef
+    config: ModelConfig
+    kv_format: KVFormat
+    implementation: str | None = None
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.graphdef, self.config, self.kv_format, self.implementation))
+
+    def __hash__(self) -> int:
+        """Cached: hashing the graph of a deep model takes milliseconds, and every call needs the hash."""
+        return self._hash
+
+
+def split(model: Transformer, kv_format: KVFormat, *, implementation: str | None = None) -> tuple[DecodeSpec, nnx.State]:
+    """The static and the array part of a model that decodes with this cache. Raises ValueError when they do not fit."""
+    kv_format.check_head_dim(model.config.head_dim)
+    graphdef, params = nnx.split(model)
+    return DecodeSpec(graphdef, model.config, kv_format, implementation), params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a slot has to know of the request it serves; arrays have a leading [B] in the state and none in `insert`.
+
+    Attributes:
+      sampling: how tokens are chosen.
+      max_tokens: int32, tokens to generate.
+      stop_ids: int32 [MAX_STOP_IDS], padded with NO_TOKEN.
+    """
+
+    sampling: RowSampling
+    max_tokens: jax.Array
+    stop_ids: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that changes while decoding. Donated to every function that takes it.
+
+    Attributes:
+      caches: one a layer.
+      block_table: int32 [B, J]; written by the host between calls.
+      kv_lens: int32 [B], tokens in each slot's cache. The last generated token is not in it yet.
+      last_tokens: int32 [B], each slot's newest token, the input of the next step.
+      num_generated: int32 [B].
+      active: bool [B]; slots that still generate. The others cost no attention, wake no expert and do not change.
+      requests: of each slot.
+    """
+
+    caches: tuple[LayerKV, ...]
+    block_table: jax.Array
+    kv_lens: jax.Array
+    last_tokens: jax.Array
+    num_generated: jax.Array
+    active: jax.Array
+    requests: Request
+
+
+def init_state(
+    spec: DecodeSpec, *, max_batch: int, num_pages: int, max_len: int, transforms: Sequence[KeyTransform] | None = None,
+) -> DecodeState:
+    """An empty state: `max_batch` slots of up to `max_len` tokens, `num_pages` pages a layer (at least one is made).
+
+    `transforms`: key channel order of each layer (`moejax.calibration`), None keeps the model's.
+    """
+    config = spec.config
+    caches = tuple(
+        kv_cache.init_layer(
+            spec.kv_format, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_pages=max(num_pages, 1),
+            max_batch=max_batch, transform=None if transforms is None else transforms[layer])
+        for layer in range(config.num_layers))
+
+    def integers(*shape: int, fill: int = 0) -> jax.Array:
+        return jnp.full(shape, fill, jnp.int32)
+
+    return DecodeState(
+        caches=caches, block_table=integers(max_batch, cdiv(max_len, spec.kv_format.page_size), fill=INVALID),
+        kv_lens=integers(max_batch), last_tokens=integers(max_batch), num_generated=integers(max_batch),
+        active=jnp.zeros(max_batch, bool),
+        requests=Request(sampling.empty_rows(max_batch), integers(max_batch),
+                         integers(max_batch, MAX_STOP_IDS, fill=NO_TOKEN)))
+
+
+def with_table(state: DecodeState, table: PageTable) -> DecodeState:
+    """The state with the host's block table and lengths."""
+    return dataclasses.replace(state, block_table=jnp.asarray(table.block_table), kv_lens=jnp.asarray(table.kv_lens))
+
+
+def piece_lengths(page_size: int) -> tuple[int, ...]:
+    """The padded lengths of prefill pieces: few, so that few shapes are compiled."""
+    return (16, page_size)
+
+
+def pieces(tokens: Sequence[int], start: int, page_size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Cuts tokens that begin at position `start` where pages end.
+
+    Yields:
+      (int32 [T] padded to one of `piece_lengths`, number of tokens that count).
+    """
+    done = 0
+    while done < len(tokens):
+        q_len = min(page_size - (start + done) % page_size, len(tokens) - done)
+        padded = np.zeros(next(n for n in piece_lengths(page_size) if n >= q_len), np.int32)
+        padded[:q_len] = tokens[done:done + q_len]
+        yield padded, q_len
+        done += q_len
+
+
+def forward(
+    spec: DecodeSpec, params: nnx.State, caches: tuple[LayerKV, ...], tokens: jax.Array, where: Placement,
+    logit_positions: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+    """Runs the model on the new tokens of each row over the caches. Not jitted: the body of the functions below.
+
+    Args:
+      tokens: int32 [B, T]; those from q_lens on only pad.
+      where: block table, lengths before the call, tokens that count.
+      logit_positions: int32 [B], the one token of each row that logits are wanted for.
+
+    Returns:
+      (logits float32 [B, T or 1, V], caches with the tokens in them and filled pages closed).
+    """
+    model = nnx.merge(spec.graphdef, params)
+    new = list(caches)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out, new[layer] = kv_cache.attend(
+            new[layer], q, k, v, where, kv_format=spec.kv_format,
+            sliding_window=spec.config.layers[layer].sliding_window, implementation=spec.implementation)
+        return out
+
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    output = model(tokens, positions=where.kv_lens[:, None] + index, attend=attend, valid=index < where.q_lens[:, None],
+                   logit_positions=logit_positions)
+    caches = kv_cache.close_filled(new, where, kv_format=spec.kv_format, implementation=spec.implementation)
+    return output.logits, caches
+
+
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+def prefill_piece(
+    spec: DecodeSpec, params: nnx.State, state: DecodeState, slot: jax.Array, tokens: jax.Array, q_len: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+    """Appends one piece of a prompt to a slot.
+
+    Args:
+      slot: int32 scalar.
+      tokens: int32 [T], a piece of `pieces`; it must not cross the end of a page.
+      q_len: int32 scalar, tokens that count.
+
+    Returns:
+      (state, logits float32 [V] after the last of them).
+    """
+    compilations["prefill_piece"] += 1
+    last = (q_len - 1).astype(jnp.int32)[None]
+    state, logits = _append_piece(spec, params, state, slot, tokens, q_len, last)
+    return state, logits[0]
+
+
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+def score_piece(
+    spec: DecodeSpec, params: nnx.State, state: DecodeState, slot: jax.Array, tokens: jax.Array, q_len: jax.Array,
+    targets: jax.Array,
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """As `prefill_piece`, and scores what comes next, as decoding would have seen it.
+
+    Args:
+      targets: int32 [T], the token that follows each of `tokens`.
+
+    Returns:
+      (state, log-probability of each target float32 [T] in nats, most probable token int32 [T]); garbage from q_len on.
+    """
+    compilations["score_piece"] += 1
+    state, logits = _append_piece(spec, params, state, slot, tokens, q_len, None)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[:, None], axis=1)[:, 0]
+    return state, log_probs, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _append_piece(spec, params, state: DecodeState, slot, tokens, q_len, logit_positions) -> tuple[DecodeState, jax.Array]:
+    """(state, logits [T or 1, V])."""
+    table_row = jax.lax.dynamic_index_in_dim(state.block_table, slot)
+    where = Placement(table_row, state.kv_lens[slot][None], jnp.asarray(q_len, jnp.int32)[None])
+    rows = tuple(kv_cache.take_slot(c, slot) for c in state.caches)
+    logits, rows = forward(spec, params, rows, tokens[None], where, logit_positions)
+    caches = tuple(kv_cache.put_slot(c, row, slot) for c, row in zip(state.caches, rows))
+    return dataclasses.replace(state, caches=caches, kv_lens=state.kv_lens.at[slot].add(q_len)), logits[0]
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def insert(
+    state: DecodeState, slot: jax.Array, logits: jax.Array, request: Request, decodable: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+    """Starts a request in a slot whose prompt is in the cache: chooses its first token.
+
+    Args:
+      slot: int32 scalar.
+      logits: float32 [V] after the prompt.
+      request: its scalars, and stop ids [MAX_STOP_IDS].
+      decodable: bool [V], ids that may be chosen.
+
+    Returns:
+      (state, int32 [2]: the token, and 1 if the request goes on).
+    """
+    compilations["insert"] += 1
+    rows = jax.tree.map(lambda a: jnp.asarray(a)[None], request)
+    token = sampling.sample(logits[None], rows.sampling, jnp.zeros(1, jnp.int32), decodable)
+    going_on = _going_on(token, jnp.ones(1, jnp.int32), rows)
+
+    def put(array: jax.Array, value) -> jax.Array:
+        return array.at[slot].set(value)
+
+    state = dataclasses.replace(
+        state, last_tokens=put(state.last_tokens, token[0]), num_generated=put(state.num_generated, 1),
+        active=put(state.active, going_on[0]), requests=jax.tree.map(put, state.requests, request))
+    return state, jnp.concatenate([token, going_on.astype(jnp.int32)])
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def copy_slot(state: DecodeState, source: jax.Array, target: jax.Array) -> DecodeState:
+    """Copies the open page, the sinks and the length of slot `source` to `target` (`moejax.page_table.fork` shares the pages)."""
+    compilations["copy_slot"] += 1
+    caches = tuple(kv_cache.put_slot(c, kv_cache.take_slot(c, source), target) for c in state.caches)
+    return dataclasses.replace(state, caches=caches, kv_lens=state.kv_lens.at[target].set(state.kv_lens[source]))
+
+
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+def decode_step(
+    spec: DecodeSpec, params: nnx.State, state: DecodeState, decodable: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+    """One token for every active slot: (state, int32 [B], NO_TOKEN for the others)."""
+    compilations["decode_step"] += 1
+    return _step(spec, params, state, decodable)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "num_steps"), donate_argnames="state")
+def generate(
+    spec: DecodeSpec, params: nnx.State, state: DecodeState, decodable: jax.Array, *, num_steps: int,
+) -> tuple[DecodeState, jax.Array]:
+    """Up to `num_steps` steps in one loop on the device, which ends early when no slot is active.
+
+    Returns:
+      (state, int32 [B, num_steps + 1]: the tokens of each slot in order, NO_TOKEN where there is none; the last column is 1 for
+      slots that are still active).
+    """
+    compilations["generate"] += 1
+    max_batch = state.active.shape[0]
+
+    def go_on(carry) -> jax.Array:
+        i, state, _ = carry
+        return (i < num_steps) & jnp.any(state.active)
+
+    def step(carry):
+        i, state, out = carry
+        state, tokens = _step(spec, params, state, decodable)
+        return i + 1, state, jax.lax.dynamic_update_index_in_dim(out, tokens, i, 1)
+
+    out = jnp.full((max_batch, num_steps), NO_TOKEN, jnp.int32)
+    _, state, out = jax.lax.while_loop(go_on, step, (jnp.int32(0), state, out))
+    return state, jnp.concatenate([out, state.active.astype(jnp.int32)[:, None]], axis=1)
+
+
+def _step(spec: DecodeSpec, params, state: DecodeState, decodable) -> tuple[DecodeState, jax.Array]:
+    q_lens = state.active.astype(jnp.int32)
+    where = Placement(state.block_table, state.kv_lens, q_lens)
+    logits, caches = forward(spec, params, state.caches, state.last_tokens[:, None], where)
+    tokens = sampling.sample(logits[:, 0], state.requests.sampling, state.num_generated, decodable)
+    num_generated = state.num_generated + q_lens
+    state = dataclasses.replace(
+        state, caches=caches, kv_lens=state.kv_lens + q_lens, num_generated=num_generated,
+        last_tokens=jnp.where(state.active, tokens, state.last_tokens),
+        active=state.active & _going_on(tokens, num_generated, state.requests))
+    return state, jnp.where(q_lens > 0, tokens, NO_TOKEN)
+
+
+def _going_on(tokens: jax.Array, num_generated: jax.Array, requests: Request) -> jax.Array:
+    """bool [B]: the token just chosen neither ends its request nor is its last."""
+    stopped = jnp.any(tokens[:, None] == requests.stop_ids, axis=1)
+    return ~stopped & (num_generated < requests.max_tokens)

@@ -1,0 +1,221 @@
+"""The paged KV cache of one layer: append to the open page, attend, close pages that filled.
+
+A sequence of n tokens has n // page_size closed pages (quantised, in the pool that all sequences share), one open page
+(unquantised, one a slot) and, if the format asks for them, its first tokens once more as unquantised sinks. A page closes
+*after* the attention of the token that fills it, so what a query sees depends on its position alone: not on how the prompt was
+cut into pieces, nor on whether the token came from the prompt or was generated.
+
+Keys and queries are rotated and permuted, values rotated, on their way in; the attention output is rotated back. All of these
+are orthonormal, so nothing below this module knows of them.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.close_page import close_page
+from pallas_kernels.kv_format import KVFormat
+from pallas_kernels.paged_attention import paged_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyTransform:
+    """Order of one layer's key channels in the cache, after the rotation.
+
+    Attributes:
+      k_perm: int32 [K, H], a permutation a KV head: stored channel h is channel k_perm[., h]; the last `outlier_channels` are
+        the promoted ones. None keeps the order.
+    """
+
+    k_perm: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerKV:
+    """Keys and values of one layer, for all slots.
+
+    Attributes:
+      pages: uint32 [P, K, words], closed pages; which sequence owns which is the page table's business.
+      open_k, open_v: [B, K, Z, H] bfloat16 (float32 when the cache is exact), the page that each slot is filling. Tokens from
+        kv_lens % Z on are garbage.
+      sink_k, sink_v: [B, K, S, H] as the open pages, the first S tokens of each slot; None when the format has no sinks.
+      transform: order of the key channels.
+    """
+
+    pages: jax.Array
+    open_k: jax.Array
+    open_v: jax.Array
+    sink_k: jax.Array | None
+    sink_v: jax.Array | None
+    transform: KeyTransform
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the tokens of one call go: the same for every layer.
+
+    Attributes:
+      block_table: int32 [B, J] page ids, INVALID where there is none.
+      kv_lens: int32 [B], tokens in each sequence before this call.
+      q_lens: int32 [B], new tokens of each row, 0 for a row that sits out. They fit into its open page.
+    """
+
+    block_table: jax.Array
+    kv_lens: jax.Array
+    q_lens: jax.Array
+
+
+def init_layer(
+    kv_format: KVFormat, *, num_kv_heads: int, head_dim: int, num_pages: int, max_batch: int,
+    transform: KeyTransform | None = None,
+) -> LayerKV:
+    """An empty cache: `num_pages` physical pages and `max_batch` slots. Raises ValueError when the format cannot hold head_dim."""
+    words = kv_format.page_layout(head_dim).words
+    dtype = jnp.dtype(kv_format.open_dtype)
+
+    def rows(tokens: int) -> jax.Array | None:
+        return jnp.zeros((max_batch, num_kv_heads, tokens, head_dim), dtype) if tokens else None
+
+    return LayerKV(
+        pages=jnp.zeros((num_pages, num_kv_heads, words), jnp.uint32),
+        open_k=rows(kv_format.page_size), open_v=rows(kv_format.page_size),
+        sink_k=rows(kv_format.sink_tokens), sink_v=rows(kv_format.sink_tokens),
+        transform=KeyTransform() if transform is None else transform)
+
+
+def append(cache: LayerKV, k: jax.Array, v: jax.Array, where: Placement, *, kv_format: KVFormat) -> LayerKV:
+    """Writes new tokens into the open pages and the sinks.
+
+    Args:
+      cache: the layer's cache.
+      k, v: [B, T, K, H], keys after RoPE. Row b's first q_lens[b] tokens count.
+      where: lengths before the call.
+      kv_format: storage format.
+
+    Returns:
+      The cache with the tokens at positions kv_lens … kv_lens + q_lens - 1.
+    """
+    k = permute_channels(rotate(k, kv_format.k_rotation), cache.transform)
+    v = rotate(v, kv_format.v_rotation)
+    page_offset = where.kv_lens % kv_format.page_size
+    new = dict(open_k=_write(cache.open_k, k, page_offset, where.q_lens),
+               open_v=_write(cache.open_v, v, page_offset, where.q_lens))
+    if cache.sink_k is not None and cache.sink_v is not None:
+        new |= dict(sink_k=_write(cache.sink_k, k, where.kv_lens, where.q_lens),
+                    sink_v=_write(cache.sink_v, v, where.kv_lens, where.q_lens))
+    return dataclasses.replace(cache, **new)
+
+
+def attend(
+    cache: LayerKV, q: jax.Array, k: jax.Array, v: jax.Array, where: Placement, *, kv_format: KVFormat,
+    sliding_window: int | None = None, implementation: str | None = None,
+) -> tuple[jax.Array, LayerKV]:
+    """Appends new tokens and lets each of them attend to its sequence, itself included. Closes nothing: see `close_filled`.
+
+    Args:
+      cache: the layer's cache.
+      q: [B, T, N, H].  k, v: [B, T, K, H].  q and k after RoPE.
+      where: block table, lengths before the call, and valid tokens of each row.
+      kv_format, sliding_window, implementation: as of `paged_attention`.
+
+    Returns:
+      (out [B, T, N, H] in q's dtype, zeros for tokens that do not count; the cache with the tokens in it).
+    """
+    cache = append(cache, k, v, where, kv_format=kv_format)
+    q = permute_channels(rotate(q, kv_format.k_rotation), cache.transform)
+    kv_lens = jnp.where(where.q_lens > 0, where.kv_lens + where.q_lens, 0)
+    out = paged_attention(
+        q, cache.pages, cache.open_k, cache.open_v, where.block_table, kv_lens, where.q_lens, kv_format=kv_format,
+        sink_k=cache.sink_k, sink_v=cache.sink_v, sm_scale=q.shape[-1] ** -0.5, sliding_window=sliding_window,
+        implementation=implementation)
+    return rotate(out, kv_format.v_rotation), cache
+
+
+def close_filled(
+    caches: Sequence[LayerKV], where: Placement, *, kv_format: KVFormat, implementation: str | None = None,
+) -> tuple[LayerKV, ...]:
+    """Closes, in all layers, the open page of every row whose q_lens new tokens filled it. Call it after the last layer.
+
+    A loop over the rows that filled, none of them in most steps: no row, no work, and the pools are updated in place. A row
+    whose page the block table does not name is left alone, so that no other sequence's page can be overwritten.
+
+    Returns:
+      The caches, same order.
+    """
+    page_size = kv_format.page_size
+    ends = where.kv_lens + where.q_lens
+    index = jnp.maximum(ends - 1, 0) // page_size
+    page_ids = jnp.take_along_axis(where.block_table, index[:, None], axis=1)[:, 0]
+    filled = (where.q_lens > 0) & (ends % page_size == 0) & (page_ids >= 0)
+    order = jnp.argsort(~filled, stable=True)
+
+    def close_row(i: jax.Array, pools: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        row = order[i]
+        open_k, open_v = (
+            jnp.stack([jax.lax.dynamic_index_in_dim(a, row, keepdims=False) for a in arrays])
+            for arrays in ([c.open_k for c in caches], [c.open_v for c in caches]))
+        num_sinks = jnp.where(index[row] == 0, kv_format.sink_tokens, 0)
+        words = close_page(open_k, open_v, kv_format=kv_format, num_sinks=num_sinks, implementation=implementation)
+        return tuple(jax.lax.dynamic_update_index_in_dim(pool, words[layer], page_ids[row], 0)
+                     for layer, pool in enumerate(pools))
+
+    pools = jax.lax.fori_loop(0, jnp.sum(filled, dtype=jnp.int32), close_row, tuple(c.pages for c in caches))
+    return tuple(dataclasses.replace(c, pages=pool) for c, pool in zip(caches, pools))
+
+
+def take_slot(cache: LayerKV, slot: jax.Array) -> LayerKV:
+    """The cache as a batch of the one row `slot` (int32 scalar), with the same pool."""
+    return _map_rows(lambda a: jax.lax.dynamic_slice_in_dim(a, slot, 1), cache)
+
+
+def put_slot(cache: LayerKV, row: LayerKV, slot: jax.Array) -> LayerKV:
+    """Inverse of `take_slot`: `cache` with the row, and the pool, of `row`."""
+    merged = _map_rows(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, slot, 0), cache, row)
+    return dataclasses.replace(merged, pages=row.pages)
+
+
+def rotate(x: jax.Array, rotation: str) -> jax.Array:
+    """x [..., H] times the orthonormal Hadamard matrix of size H, its own inverse; unchanged for "none"."""
+    if rotation == "none":
+        return x
+    return jnp.einsum("...h,hi->...i", x, jnp.asarray(hadamard(x.shape[-1]), x.dtype))
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Orthonormal Hadamard matrix (Sylvester), float32 [size, size]. `size` is a power of two."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    if len(matrix) != size:
+        raise ValueError(f"{size=}: a Hadamard matrix needs a power of two")
+    return (matrix / size**0.5).astype(np.float32)
+
+
+def permute_channels(x: jax.Array, transform: KeyTransform) -> jax.Array:
+    """Keys [B, T, K, H], or queries [B, T, N, H], with the channels of each KV head in stored order."""
+    if transform.k_perm is None:
+        return x
+    heads = x.shape[2] // transform.k_perm.shape[0]
+    perm = jnp.repeat(transform.k_perm, heads, axis=0)
+    return jnp.take_along_axis(x, perm[None, None], axis=3)
+
+
+def _write(buffer: jax.Array, new: jax.Array, offsets: jax.Array, q_lens: jax.Array) -> jax.Array:
+    """buffer [B, K, Z, H] with token i < q_lens[b] of new [B, T, K, H] at offsets[b] + i; what falls outside is dropped."""
+    source = jnp.arange(buffer.shape[2], dtype=jnp.int32)[None] - offsets[:, None]
+    written = (source >= 0) & (source < q_lens[:, None])
+    new = new.astype(buffer.dtype)
+    if new.shape[1] > 1:
+        new = jnp.take_along_axis(new, jnp.clip(source, 0, new.shape[1] - 1)[:, :, None, None], axis=1)
+    return jnp.where(written[:, None, :, None], new.swapaxes(1, 2), buffer)
+
+
+def _map_rows(function, *caches: LayerKV) -> LayerKV:
+    names = [name for name in ("open_k", "open_v", "sink_k", "sink_v") if getattr(caches[0], name) is not None]
+    return dataclasses.replace(caches[0], **{name: function(*(getattr(c, name) for c in caches)) for name in names})

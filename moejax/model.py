@@ -1,0 +1,135 @@
+"""The one Transformer: `ModelConfig` in, logits out.
+
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model)                      # graphdef is static, params a pytree
+    out = jax.jit(lambda p, tokens: nnx.merge(graphdef, p)(tokens))(params, tokens)
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax import rope
+from moejax.attention import Attend, Attention, causal_attention
+from moejax.config import ModelConfig, MoE
+from moejax.experts import Experts
+from moejax.layers import MLP, RMSNorm, normal_param
+from pallas_kernels.fused_router import Routing
+
+
+class ModelOutput(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+      logits: float32 [B, T, V]; [B, 1, V] when `logit_positions` was given.
+      router: one entry a layer: its `Routing` over the B*T tokens, or None for a dense layer.
+    """
+
+    logits: jax.Array
+    router: tuple[Routing | None, ...]
+
+
+class Block(nnx.Module):
+    """Norm, attention, norm, MLP or experts; both added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, param_dtype):
+        mlp = config.layers[layer].mlp
+        self.is_moe = isinstance(mlp, MoE)
+        self.attention_norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, param_dtype)
+        self.attention = Attention(config, layer, rngs=rngs, param_dtype=param_dtype)
+        self.mlp_norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, param_dtype)
+        self.mlp: Experts | MLP
+        if isinstance(mlp, MoE):
+            self.mlp = Experts(config, mlp, rngs=rngs, param_dtype=param_dtype)
+        else:
+            self.mlp = MLP(config, mlp, rngs=rngs, param_dtype=param_dtype)
+
+    def __call__(self, x_BTD, cos, sin, attend: Attend, valid) -> tuple[jax.Array, Routing | None]:
+        """x [B, T, D] -> ([B, T, D], routing or None)."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, attend)
+        h_BTD = self.mlp_norm(x_BTD)
+        if isinstance(self.mlp, Experts):
+            out, routing = self.mlp(h_BTD, valid)
+            return x_BTD + out, routing
+        return x_BTD + self.mlp(h_BTD), None
+
+
+class Transformer(nnx.Module):
+    """A decoder-only Transformer with dense or mixture-of-experts blocks.
+
+    Args:
+      config: what it is made of.
+      rngs: source of the initial parameters; see `abstract` for a model without any.
+      param_dtype: dtype that parameters are kept in. Router weights are float32 in any case.
+      dtype: dtype of the computation, `param_dtype` by default.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, dtype=None):
+        self.config = config
+        self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
+        self.embedding_VD = normal_param(rngs, (config.vocab_size, config.hidden_size), param_dtype)
+        self.blocks = nnx.List(
+            [Block(config, i, rngs=rngs, param_dtype=param_dtype) for i in range(config.num_layers)])
+        self.final_norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, param_dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head_VD = normal_param(rngs, (config.vocab_size, config.hidden_size), param_dtype)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        attend: Attend | None = None,
+        valid: jax.Array | None = None,
+        logit_positions: jax.Array | None = None,
+    ) -> ModelOutput:
+        """Logits of every next token.
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T], positions in the sequence; 0 … T-1 by default.
+          attend: attention with a cache, see `moejax.attention`. None: causal attention among the T tokens (with each layer's
+            sliding window). "dynamic" RoPE then follows the length of the longest sequence; with an `attend` it has the
+            frequencies of max_position_embeddings, because cached keys cannot be turned again.
+          valid: bool [B, T]; False marks padding, which must come after the real tokens of its row and wakes no expert.
+          logit_positions: int32 [B], one index into T a row: logits for that token only.
+
+        Returns:
+          ModelOutput.
+        """
+        B, T = tokens.shape
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+        length = None
+        if attend is None:
+            attend = self._attend_all
+            length = jnp.max(positions if valid is None else jnp.where(valid, positions, -1)) + 1
+        cos, sin = rope.cos_sin(self.config, positions, length)
+        x_BTD = self.embedding_VD[...][tokens].astype(self.dtype)
+        router = []
+        for block in self.blocks:
+            x_BTD, routing = block(x_BTD, cos, sin, attend, valid)
+            router.append(routing)
+        if logit_positions is not None:
+            x_BTD = jnp.take_along_axis(x_BTD, logit_positions[:, None, None], axis=1)
+        return ModelOutput(self._logits(self.final_norm(x_BTD)), tuple(router))
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        head = self.embedding_VD if self.config.tie_word_embeddings else self.lm_head_VD
+        return jnp.einsum("btd,vd->btv", x_BTD, head[...].astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+
+    def _attend_all(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return causal_attention(q, k, v, self.config.layers[layer].sliding_window)
+
+
+def abstract(config: ModelConfig, *, param_dtype=jnp.float32, dtype=None) -> tuple[nnx.GraphDef, nnx.State]:
+    """(graphdef, params) of a model whose parameters are `jax.ShapeDtypeStruct`s: shapes and names without any memory."""
+    return nnx.split(nnx.eval_shape(
+        lambda: Transformer(config, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=dtype)))
+
+
+def num_params(params: nnx.State) -> int:
+    """Number of parameters (elements) of a model's state."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

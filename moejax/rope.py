@@ -1,0 +1,104 @@
+"""Rotary position embeddings: frequencies of every kind, and their application to q and k.
+
+Channel i of a head turns with channel i + H/2 (the half-split order of Hugging Face checkpoints). Frequencies follow
+transformers' `modeling_rope_utils`: linear position interpolation, dynamic NTK, YaRN (arXiv 2309.00071), Llama 3.
+"""
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.config import ModelConfig, RopeConfig
+
+
+def cos_sin(config: ModelConfig, positions: jax.Array, length: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of every position and channel pair, attention factor included.
+
+    Args:
+      positions: int32 [B, T].
+      length: int32 scalar, the sequence length that "dynamic" frequencies depend on; None, and any length up to
+        max_position_embeddings, gives the frequencies of max_position_embeddings. Other kinds do not read it.
+
+    Returns:
+      Two float32 arrays [B, T, 1, H/2].
+    """
+    if config.rope.kind == "dynamic" and length is not None:
+        freqs = dynamic_frequencies(config.rope, config.head_dim, config.max_position_embeddings, length)
+    else:
+        freqs = jnp.asarray(frequencies(config.rope, config.head_dim))
+    angles = positions.astype(jnp.float32)[:, :, None, None] * freqs[None, None, None, :]
+    factor = attention_factor(config.rope)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the channel pairs of x [B, T, N, H] in float32; returns x's dtype."""
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Angle per position of each channel pair, float32 [head_dim/2]; of "dynamic", up to max_position_embeddings."""
+    pairs = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    freqs = rope.theta ** -pairs
+    if rope.kind == "linear":
+        freqs = freqs / rope.factor
+    elif rope.kind == "yarn":
+        freqs = _yarn(rope, freqs, head_dim)
+    elif rope.kind == "llama3":
+        freqs = _llama3(rope, freqs)
+    return freqs.astype(np.float32)
+
+
+def dynamic_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int, length: jax.Array) -> jax.Array:
+    """NTK-aware frequencies for a sequence of `length` tokens (int32 scalar, may be traced): float32 [head_dim/2]."""
+    stretch = jnp.maximum(length, max_position_embeddings).astype(jnp.float32) / max_position_embeddings
+    scale = rope.factor * stretch - (rope.factor - 1.0)
+    pairs = jnp.asarray(np.arange(0, head_dim, 2) / head_dim, jnp.float32)
+    log_base = math.log(rope.theta) + jnp.log(scale) * (head_dim / (head_dim - 2))
+    return jnp.exp(-pairs * log_base)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by (so that q.k is by its square): 1 but for "yarn"."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _yarn(rope: RopeConfig, freqs: np.ndarray, head_dim: int) -> np.ndarray:
+    """Fast pairs keep their frequency, slow ones are divided by `factor`, with a linear ramp in between."""
+    original = rope.original_max_position_embeddings
+    assert original is not None  # checked by RopeConfig
+
+    def pair_of(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp would divide by zero
+    slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+    return freqs / rope.factor * slow + freqs * (1 - slow)
+
+
+def _llama3(rope: RopeConfig, freqs: np.ndarray) -> np.ndarray:
+    """Wavelengths over original/low_freq_factor are stretched by `factor`, those under original/high_freq_factor are kept."""
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    assert original is not None and low is not None and high is not None  # checked by RopeConfig
+    wavelength = 2 * math.pi / freqs
+    keep = np.clip((original / wavelength - low) / (high - low), 0, 1)
+    return freqs / rope.factor * (1 - keep) + freqs * keep

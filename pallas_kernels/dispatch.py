@@ -1,0 +1,88 @@
+"""Which implementation of an op runs: the one place that decides.
+
+Every op registers its implementations by name. A call names one, or leaves it to `implementation=None`: then the names of
+`PLATFORM_ORDER` are tried in turn, and one that raises NotImplementedError (it cannot serve these shapes or this device) hands
+over to the next; what was refused is logged, with the reason. ValueError means that the call is wrong, and passes through.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_log = logging.getLogger(__name__)
+
+PLATFORM_ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("reference",),
+    "gpu": ("mosaic_gpu", "ragged_dot", "reference"),
+    "tpu": ("mosaic_tpu", "ragged_dot", "reference"),
+}
+
+_registry: dict[str, dict[str, Callable[..., Any]]] = {}
+_served: dict[str, str] = {}
+
+
+def register(op: str, implementation: str, function: Callable[..., Any]) -> None:
+    """Adds an implementation of `op`. Raises ValueError when that name is taken."""
+    functions = _registry.setdefault(op, {})
+    if implementation in functions:
+        raise ValueError(f"{op}: implementation {implementation!r} is registered already")
+    functions[implementation] = function
+
+
+def implementations(op: str) -> tuple[str, ...]:
+    """Registered implementation names of `op`. Raises ValueError for an unknown op."""
+    return tuple(_functions(op))
+
+
+def last_implementation(op: str) -> str | None:
+    """The implementation that served the last call of `op`, None before the first.
+
+    A call inside jit counts when it is traced, not when the compiled function runs again.
+    """
+    _functions(op)
+    return _served.get(op)
+
+
+def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Runs `op` with the named implementation, or with the first of this platform's order that can serve the call.
+
+    Raises:
+      ValueError: unknown implementation, or one the implementation raised.
+      NotImplementedError: the named implementation, or every one of the order, cannot serve the call; lists the reasons.
+    """
+    functions = _functions(op)
+    refused: dict[str, str] = {}
+    for name in _candidates(op, implementation):
+        try:
+            result = functions[name](*args, **kwargs)
+        except NotImplementedError as error:
+            refused[name] = str(error)
+            continue
+        if refused:
+            _log.warning("%s: %s serves this call; %s", op, name, _reasons(refused))
+        _served[op] = name
+        return result
+    raise NotImplementedError(f"{op}: no implementation can serve this call; {_reasons(refused)}")
+
+
+def _functions(op: str) -> dict[str, Callable[..., Any]]:
+    if op not in _registry:
+        raise ValueError(f"{op=}: registered ops are {', '.join(sorted(_registry))}")
+    return _registry[op]
+
+
+def _candidates(op: str, implementation: str | None) -> tuple[str, ...]:
+    known = _functions(op)
+    if implementation is None:
+        order = PLATFORM_ORDER.get(jax.default_backend(), ("reference",))
+        return tuple(name for name in order if name in known)
+    if implementation not in known:
+        raise ValueError(f"{op}: {implementation=}: accepted are None, {', '.join(known)}")
+    return (implementation,)
+
+
+def _reasons(refused: dict[str, str]) -> str:
+    return "; ".join(f"{name} refused: {reason}" for name, reason in refused.items())

@@ -1,0 +1,103 @@
+"""Quantised weights: x ≈ (qvalue − zero_point) · scale, groups along one axis."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+WEIGHT_BITS = (4, 8)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["qvalue", "scale", "zero_point"], meta_fields=["axis", "group_size"])
+@dataclasses.dataclass(frozen=True)
+class QArray:
+    """A quantised array.
+
+    Attributes:
+      qvalue: int8 or int4 [..., k, ...].
+      scale: float32, the shape of `qvalue` but k // group_size on `axis`. Multiplies.
+      zero_point: like `scale`, in the dtype of `qvalue`; None if symmetric. Subtracted from `qvalue`.
+      axis: the quantised axis, negative, counted from the end (so that leading axes may be added or mapped over).
+      group_size: consecutive elements along `axis` that share a scale.
+    """
+
+    qvalue: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None
+    axis: int
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array this stands for."""
+        return self.qvalue.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.qvalue.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored: 4-bit values count half a byte each."""
+        value_bits = jnp.iinfo(self.qvalue.dtype).bits
+        zero_bits = 0 if self.zero_point is None else self.zero_point.size * value_bits
+        return (self.qvalue.size * value_bits + zero_bits) // 8 + self.scale.nbytes
+
+    def dequantize(self, dtype=jnp.float32) -> jax.Array:
+        """The array, [..., k, ...] in `dtype`; computed in float32."""
+        values = _split_groups(self.qvalue.astype(jnp.float32), self.axis, self.group_size)
+        if self.zero_point is not None:
+            values = values - jnp.expand_dims(self.zero_point.astype(jnp.float32), self.axis)
+        return (values * jnp.expand_dims(self.scale, self.axis)).reshape(self.shape).astype(dtype)
+
+
+def quantize(
+    w: jax.Array, *, bits: int, axis: int = -2, group_size: int | None = None, symmetric: bool = True,
+) -> QArray:
+    """Quantises weights, round to nearest.
+
+    Args:
+      w: float [..., k, ...].
+      bits: 4 or 8.
+      axis: the axis groups run along; of [E, k, n] expert weights the contraction, -2.
+      group_size: elements a group; must divide k. None for the whole axis.
+      symmetric: codes within ±(2**(bits-1) - 1) and no zero point; else the whole code range, which then always holds 0
+        exactly.
+
+    Raises:
+      ValueError: an argument that does not fit.
+    """
+    if bits not in WEIGHT_BITS:
+        raise ValueError(f"{bits=}: accepted are {', '.join(map(str, WEIGHT_BITS))}")
+    if not -w.ndim <= axis < w.ndim:
+        raise ValueError(f"{axis=}: {w.shape=} has no such axis")
+    axis = axis - w.ndim if axis >= 0 else axis
+    size = w.shape[axis]
+    group_size = size if group_size is None else group_size
+    if group_size < 1 or size % group_size:
+        raise ValueError(f"{group_size=}: must divide the {size} elements of axis {axis} of {w.shape=}")
+    groups = _split_groups(w.astype(jnp.float32), axis, group_size)
+    dtype = jnp.dtype(f"int{bits}")
+    top = 2 ** (bits - 1) - 1
+    if symmetric:
+        scale = jnp.max(jnp.abs(groups), axis, keepdims=True) / top
+        zero, bottom = None, -top
+    else:
+        low = jnp.minimum(jnp.min(groups, axis, keepdims=True), 0.0)
+        high = jnp.maximum(jnp.max(groups, axis, keepdims=True), 0.0)
+        scale, bottom = high / (2 * top + 1) - low / (2 * top + 1), -top - 1
+        zero = jnp.clip(jnp.round(bottom - low / jnp.where(scale > 0, scale, 1.0)), bottom, top)
+    codes = jnp.round(groups / jnp.where(scale > 0, scale, 1.0)) + (0.0 if zero is None else zero)
+    qvalue = jnp.clip(codes, bottom, top).reshape(w.shape).astype(jnp.int8).astype(dtype)
+    zero_point = None if zero is None else zero.squeeze(axis).astype(jnp.int8).astype(dtype)
+    return QArray(qvalue, scale.squeeze(axis), zero_point, axis, group_size)
+
+
+def _split_groups(x: jax.Array, axis: int, group_size: int) -> jax.Array:
+    """[..., k, ...] -> [..., k // group_size, group_size, ...]: the group's elements stand at `axis` again."""
+    position = x.ndim + axis
+    return x.reshape(*x.shape[:position], -1, group_size, *x.shape[position + 1:])

@@ -1,0 +1,104 @@
+"""Float64 NumPy oracles, written from the documented formats and sharing no code with the kernels."""
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import KVFormat
+
+SCALE_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def decode_codes(words: np.ndarray, bits: int, rows: int, columns: int) -> np.ndarray:
+    """Codes [rows, columns] of one flat plane of words, each from the word and bit position that the format states."""
+    row, column = np.indices((rows, columns))
+
+    def field(first_word: int, width: int) -> np.ndarray:
+        shift, word_row = np.divmod(row, rows * width // 32)
+        word = words[first_word + word_row * columns + column].astype(np.uint64)
+        return word >> (shift * width).astype(np.uint64) & np.uint64((1 << width) - 1)
+
+    if bits == 3:
+        return field(0, 2) + np.uint64(4) * field(rows * 2 // 32 * columns, 1)
+    return field(0, bits)
+
+
+def decode_page(words: np.ndarray, fmt: KVFormat, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values, float64 [Z, H], of one closed page of one KV head."""
+    z, promoted = fmt.page_size, fmt.outlier_channels
+    base = head_dim - promoted
+    take = _Reader(words)
+    k_codes = take(z * base * fmt.k_bits // 32)
+    v_codes = take(z * head_dim * fmt.v_bits // 32)
+    k_scales = take(base if fmt.k_bits < 16 else 0)
+    v_scales = take(z if fmt.v_bits < 16 else 0)
+    k = _real(k_codes, k_scales, fmt.k_bits, z, base, fmt.scale_dtype, axis=0)
+    v = _real(v_codes, v_scales, fmt.v_bits, z, head_dim, fmt.scale_dtype, axis=1)
+    if promoted:
+        codes = take(z * promoted * fmt.outlier_bits // 32)
+        scales = take(promoted if fmt.outlier_bits < 16 else 0)
+        k = np.concatenate([k, _real(codes, scales, fmt.outlier_bits, z, promoted, fmt.scale_dtype, axis=0)], axis=1)
+    return k, v
+
+
+class _Reader:
+    def __init__(self, words):
+        self.words, self.position = words, 0
+
+    def __call__(self, count: int) -> np.ndarray:
+        self.position += count
+        return self.words[self.position - count:self.position]
+
+
+def _real(words, scales, bits: int, rows: int, columns: int, scale_dtype: str, axis: int) -> np.ndarray:
+    codes = decode_codes(words, bits, rows, columns)
+    if bits == 32:
+        return codes.astype(np.uint32).view(np.float32).astype(np.float64)
+    if bits == 16:
+        return codes.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+    halves = np.ascontiguousarray(scales).astype(np.uint32)
+    scale = (halves & 0xFFFF).astype(np.uint16).view(SCALE_DTYPES[scale_dtype]).astype(np.float64)
+    offset = (halves >> 16).astype(np.uint16).view(SCALE_DTYPES[scale_dtype]).astype(np.float64)
+    return np.expand_dims(scale, axis) * codes.astype(np.float64) + np.expand_dims(offset, axis)
+
+
+def attention(
+    q, pages, open_k, open_v, block_table, kv_lens, q_lens, *, kv_format, sink_k=None, sink_v=None, attention_sinks=None,
+    sm_scale, sliding_window=None, logit_softcap=None, decoded=None,
+) -> np.ndarray:
+    """`paged_attention`, one row, head and query at a time. `decoded` caches pages: (page id, head) -> (k, v)."""
+    q, pages, open_k, open_v, block_table = (np.asarray(x) for x in (q, pages, open_k, open_v, block_table))
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, z = open_k.shape[1], kv_format.page_size
+    decoded = {} if decoded is None else decoded
+    out = np.zeros(q.shape, np.float64)
+    for b in range(batch):
+        length, valid = int(kv_lens[b]), int(q_lens[b]) if kv_lens[b] else 0
+        for head in range(num_kv_heads):
+            keys, values = [], []
+            for s in range(length):
+                page, offset = divmod(s, z)
+                if s < kv_format.sink_tokens:
+                    k, v = sink_k[b, head, s], sink_v[b, head, s]
+                elif page == (length - 1) // z:
+                    k, v = open_k[b, head, offset], open_v[b, head, offset]
+                else:
+                    where = (int(block_table[b, page]), head)
+                    if where not in decoded:
+                        decoded[where] = decode_page(pages[where], kv_format, head_dim)
+                    k, v = (x[offset] for x in decoded[where])
+                keys.append(np.asarray(k).astype(np.float64))
+                values.append(np.asarray(v).astype(np.float64))
+            for i in range(valid):
+                t = length - valid + i
+                first = 0 if sliding_window is None else max(0, t - sliding_window + 1)
+                k, v = np.stack(keys[first:t + 1]), np.stack(values[first:t + 1])
+                for n in range(head * num_heads // num_kv_heads, (head + 1) * num_heads // num_kv_heads):
+                    logits = k @ q[b, i, n].astype(np.float64) * sm_scale
+                    if logit_softcap is not None:
+                        logits = logit_softcap * np.tanh(logits / logit_softcap)
+                    top = logits.max() if attention_sinks is None else max(logits.max(), float(attention_sinks[n]))
+                    weights = np.exp(logits - top)
+                    total = weights.sum() + (0 if attention_sinks is None else np.exp(float(attention_sinks[n]) - top))
+                    out[b, i, n] = weights @ v / total
+    return out
