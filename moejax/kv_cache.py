@@ -75,17 +75,18 @@ def init_layer(
     kv_format: KVFormat, *, num_kv_heads: int, head_dim: int, num_pages: int, max_batch: int,
     transform: KeyTransform | None = None,
 ) -> LayerKV:
-    """An empty cache: `num_pages` physical pages and `max_batch` slots. Raises ValueError when the format cannot hold head_dim."""
+    """An empty cache: `num_pages` physical pages and `max_batch` slots. Raises ValueError for a head_dim that does not fit."""
     words = kv_format.page_layout(head_dim).words
     dtype = jnp.dtype(kv_format.open_dtype)
 
-    def rows(tokens: int) -> jax.Array | None:
-        return jnp.zeros((max_batch, num_kv_heads, tokens, head_dim), dtype) if tokens else None
+    def rows(tokens: int) -> jax.Array:
+        return jnp.zeros((max_batch, num_kv_heads, tokens, head_dim), dtype)
 
+    sinks = kv_format.sink_tokens
     return LayerKV(
         pages=jnp.zeros((num_pages, num_kv_heads, words), jnp.uint32),
         open_k=rows(kv_format.page_size), open_v=rows(kv_format.page_size),
-        sink_k=rows(kv_format.sink_tokens), sink_v=rows(kv_format.sink_tokens),
+        sink_k=rows(sinks) if sinks else None, sink_v=rows(sinks) if sinks else None,
         transform=KeyTransform() if transform is None else transform)
 
 
@@ -104,12 +105,14 @@ def append(cache: LayerKV, k: jax.Array, v: jax.Array, where: Placement, *, kv_f
     k = permute_channels(rotate(k, kv_format.k_rotation), cache.transform)
     v = rotate(v, kv_format.v_rotation)
     page_offset = where.kv_lens % kv_format.page_size
-    new = dict(open_k=_write(cache.open_k, k, page_offset, where.q_lens),
-               open_v=_write(cache.open_v, v, page_offset, where.q_lens))
-    if cache.sink_k is not None and cache.sink_v is not None:
-        new |= dict(sink_k=_write(cache.sink_k, k, where.kv_lens, where.q_lens),
-                    sink_v=_write(cache.sink_v, v, where.kv_lens, where.q_lens))
-    return dataclasses.replace(cache, **new)
+    cache = dataclasses.replace(
+        cache, open_k=_write(cache.open_k, k, page_offset, where.q_lens),
+        open_v=_write(cache.open_v, v, page_offset, where.q_lens))
+    if cache.sink_k is None or cache.sink_v is None:
+        return cache
+    return dataclasses.replace(
+        cache, sink_k=_write(cache.sink_k, k, where.kv_lens, where.q_lens),
+        sink_v=_write(cache.sink_v, v, where.kv_lens, where.q_lens))
 
 
 def attend(

@@ -41,25 +41,33 @@ def apply(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angle per position of each channel pair, float32 [head_dim/2]; of "dynamic", up to max_position_embeddings."""
-    pairs = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    freqs = rope.theta ** -pairs
+    """Angle per position of each channel pair, float32 [head_dim/2]; of "dynamic", up to max_position_embeddings.
+
+    Every step is rounded to float32, because models are trained with frequencies made that way and a position multiplies the
+    difference.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
+    freqs = np.float32(1.0) / powers
     if rope.kind == "linear":
-        freqs = freqs / rope.factor
+        freqs = freqs / np.float32(rope.factor)
     elif rope.kind == "yarn":
-        freqs = _yarn(rope, freqs, head_dim)
+        freqs = _yarn(rope, freqs, np.float32(1.0) / (np.float32(rope.factor) * powers), head_dim)
     elif rope.kind == "llama3":
         freqs = _llama3(rope, freqs)
     return freqs.astype(np.float32)
 
 
 def dynamic_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int, length: jax.Array) -> jax.Array:
-    """NTK-aware frequencies for a sequence of `length` tokens (int32 scalar, may be traced): float32 [head_dim/2]."""
+    """NTK-aware frequencies for a sequence of `length` tokens (int32 scalar, may be traced): float32 [head_dim/2].
+
+    The base grows to theta * scale ** (H / (H - 2)); the part that does not depend on the length is computed outside of the
+    trace, so that a short sequence has exactly the frequencies of "default".
+    """
     stretch = jnp.maximum(length, max_position_embeddings).astype(jnp.float32) / max_position_embeddings
     scale = rope.factor * stretch - (rope.factor - 1.0)
-    pairs = jnp.asarray(np.arange(0, head_dim, 2) / head_dim, jnp.float32)
-    log_base = math.log(rope.theta) + jnp.log(scale) * (head_dim / (head_dim - 2))
-    return jnp.exp(-pairs * log_base)
+    exponents = jnp.asarray(np.arange(0, head_dim, 2) / (head_dim - 2), jnp.float32)
+    return jnp.asarray(frequencies(rope, head_dim)) * jnp.exp(-exponents * jnp.log(scale))
 
 
 def attention_factor(rope: RopeConfig) -> float:
@@ -77,8 +85,8 @@ def attention_factor(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
-def _yarn(rope: RopeConfig, freqs: np.ndarray, head_dim: int) -> np.ndarray:
-    """Fast pairs keep their frequency, slow ones are divided by `factor`, with a linear ramp in between."""
+def _yarn(rope: RopeConfig, freqs: np.ndarray, stretched: np.ndarray, head_dim: int) -> np.ndarray:
+    """Fast pairs keep their frequency, slow ones take the stretched one, with a linear ramp in between."""
     original = rope.original_max_position_embeddings
     assert original is not None  # checked by RopeConfig
 
@@ -91,14 +99,15 @@ def _yarn(rope: RopeConfig, freqs: np.ndarray, head_dim: int) -> np.ndarray:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # the ramp would divide by zero
-    slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
-    return freqs / rope.factor * slow + freqs * (1 - slow)
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    slow = np.clip((pairs - np.float32(low)) / np.float32(high - low), 0, 1)
+    return stretched * slow + freqs * (1 - slow)
 
 
 def _llama3(rope: RopeConfig, freqs: np.ndarray) -> np.ndarray:
     """Wavelengths over original/low_freq_factor are stretched by `factor`, those under original/high_freq_factor are kept."""
     original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     assert original is not None and low is not None and high is not None  # checked by RopeConfig
-    wavelength = 2 * math.pi / freqs
-    keep = np.clip((original / wavelength - low) / (high - low), 0, 1)
-    return freqs / rope.factor * (1 - keep) + freqs * keep
+    wavelength = np.float32(2 * math.pi) / freqs
+    keep = np.clip((np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low), 0, 1)
+    return freqs / np.float32(rope.factor) * (1 - keep) + freqs * keep

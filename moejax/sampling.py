@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moejax.config import require_int
 
@@ -74,14 +73,14 @@ class RowSampling:
 
 def empty_rows(max_batch: int) -> RowSampling:
     """Greedy rows."""
-    zeros, integers = np.zeros(max_batch, np.float32), np.zeros(max_batch, np.int32)
-    return jax.tree.map(jnp.asarray, RowSampling(zeros, integers, zeros + 1, zeros, integers))
+    row = row_of(SamplingParams())
+    return jax.tree.map(lambda scalar: jnp.full(max_batch, scalar), row)
 
 
 def row_of(params: SamplingParams) -> RowSampling:
-    """One request's values as numpy scalars, to be written into a slot."""
-    return RowSampling(np.float32(params.temperature), np.int32(params.top_k), np.float32(params.top_p),
-                       np.float32(params.min_p), np.int32(params.seed))
+    """One request's values as scalars, to be written into a slot."""
+    return RowSampling(jnp.float32(params.temperature), jnp.int32(params.top_k), jnp.float32(params.top_p),
+                       jnp.float32(params.min_p), jnp.int32(params.seed))
 
 
 def sample(logits: jax.Array, rows: RowSampling, num_generated: jax.Array, decodable: jax.Array) -> jax.Array:
@@ -112,7 +111,7 @@ def sample(logits: jax.Array, rows: RowSampling, num_generated: jax.Array, decod
 
 
 def filtered(logits: jax.Array, row: RowSampling) -> jax.Array:
-    """Unnormalised probabilities of one row after all filters: float32 [V], 1 for the most probable token, 0 for what is out."""
+    """Unnormalised probabilities of one row after all filters: float32 [V], 0 for what is out."""
     temperature = jnp.where(row.temperature > 0, row.temperature, 1.0)
     # Subtract before dividing: a tiny temperature must not turn the largest logit into infinity.
     p = jnp.exp((logits - jnp.max(logits)) / temperature)

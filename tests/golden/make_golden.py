@@ -59,6 +59,8 @@ def without(*keys):
     return edit
 
 
+SMALL = {"dtype": torch.bfloat16}  # weights of half the size; the logits are still those of a float32 computation
+
 # name -> (class prefix, config arguments, options of `build`)
 CASES: dict[str, tuple[str, dict, dict]] = {
     "llama_plain": ("Llama", LLAMA, {}),
@@ -78,7 +80,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "llama_yarn_attention_factor": ("Llama", {**LLAMA, **rope("yarn", factor=4.0, original_max_position_embeddings=16,
                                                               attention_factor=0.8)}, {}),
     "llama_yarn_no_original": ("Llama", {**LLAMA, **rope("yarn", factor=4.0), "max_position_embeddings": 32}, {}),
-    "llama_llama3_biases": ("Llama", {**LLAMA, **LLAMA3, "attention_bias": True, "mlp_bias": True}, {}),
+    "llama_llama3_biases": ("Llama", {**LLAMA, **LLAMA3, "attention_bias": True, "mlp_bias": True}, SMALL),
     "llama_legacy_linear": ("Llama", LLAMA, {"edit": legacy(rope_theta=20000.0, rope_scaling={"type": "linear", "factor": 2.0})}),
     "llama_legacy_dynamic": ("Llama", {**LLAMA, "max_position_embeddings": 24}, {
         "edit": legacy(rope_theta=20000.0, rope_scaling={"type": "dynamic", "factor": 2.0})}),
@@ -93,7 +95,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "mixtral_plain": ("Mixtral", MIXTRAL, {}),
     "mixtral_head_dim_null": ("Mixtral", {**MIXTRAL, "hidden_size": 48, "head_dim": None}, {}),
     "mixtral_window": ("Mixtral", {**MIXTRAL, "sliding_window": 5}, {}),
-    "mixtral_window_yarn": ("Mixtral", {**MIXTRAL, **YARN, "sliding_window": 7}, {}),
+    "mixtral_window_yarn": ("Mixtral", {**MIXTRAL, **YARN, "sliding_window": 7}, SMALL),
     "mixtral_tied_top3": ("Mixtral", {**MIXTRAL, "tie_word_embeddings": True, "num_experts_per_tok": 3}, {}),
     "mixtral_top1_9experts": ("Mixtral", {**MIXTRAL, "num_local_experts": 9, "num_experts_per_tok": 1}, {}),
     "mixtral_dynamic": ("Mixtral", {**MIXTRAL, **DYNAMIC}, {}),
@@ -114,7 +116,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "qwen3_moe_yarn": ("Qwen3Moe", {**QWEN3, **YARN}, {}),
     "qwen3_moe_dense_only": ("Qwen3Moe", {**QWEN3, "mlp_only_layers": [0, 1, 2]}, {}),
     "qwen3_moe_mixed_dynamic": ("Qwen3Moe", {**QWEN3, **DYNAMIC, "mlp_only_layers": [1], "attention_bias": True,
-                                             "use_sliding_window": True, "sliding_window": 9, "norm_topk_prob": False}, {}),
+                                             "use_sliding_window": True, "sliding_window": 9, "norm_topk_prob": False}, SMALL),
     "qwen3_moe_experts_alias": ("Qwen3Moe", QWEN3, {"edit": lambda c: c.update(num_experts=c.pop("num_local_experts"))}),
     "qwen3_moe_sharded": ("Qwen3Moe", QWEN3, {"shard": "50KB"}),
     "qwen3_moe_one_kv_head": ("Qwen3Moe", {**QWEN3, "num_key_value_heads": 1, "num_attention_heads": 5}, {}),
@@ -127,7 +129,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "qwen2_moe_window_by_reader": ("Qwen2Moe", {**QWEN2, "num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 5,
                                                 "max_window_layers": 4}, {"edit": without("layer_types")}),
     "qwen2_moe_mixed_layers": ("Qwen2Moe", {**QWEN2, **LLAMA3, "mlp_only_layers": [1], "use_sliding_window": True,
-                                            "sliding_window": 8, "tie_word_embeddings": True}, {}),
+                                            "sliding_window": 8, "tie_word_embeddings": True}, SMALL),
     "qwen2_moe_step_yarn": ("Qwen2Moe", {**QWEN2, **YARN, "decoder_sparse_step": 2, "num_hidden_layers": 4}, {}),
     "qwen2_moe_bias_absent": ("Qwen2Moe", QWEN2, {"edit": without("qkv_bias", "decoder_sparse_step", "mlp_only_layers",
                                                                   "use_sliding_window", "layer_types")}),
@@ -138,7 +140,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "olmoe_clip": ("Olmoe", {**OLMOE, "clip_qkv": 0.7}, {}),
     "olmoe_norm_tied": ("Olmoe", {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True}, {}),
     "olmoe_mha": ("Olmoe", {**OLMOE, "num_key_value_heads": None}, {}),
-    "olmoe_clip_bias_linear": ("Olmoe", {**OLMOE, **LINEAR, "clip_qkv": 0.9, "attention_bias": True}, {}),
+    "olmoe_clip_bias_linear": ("Olmoe", {**OLMOE, **LINEAR, "clip_qkv": 0.9, "attention_bias": True}, SMALL),
     "olmoe_dynamic": ("Olmoe", {**OLMOE, **DYNAMIC}, {}),
     "olmoe_yarn_sharded": ("Olmoe", {**OLMOE, **YARN}, {"shard": "40KB"}),
     "olmoe_legacy": ("Olmoe", OLMOE, {"edit": legacy(rope_theta=1e4, rope_scaling=None)}),

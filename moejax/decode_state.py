@@ -1,0 +1,144 @@
+"""What decoding is given: the static `DecodeSpec`, the donated `DecodeState`, and prompts cut into pieces."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax import kv_cache, sampling
+from moejax.config import ModelConfig
+from moejax.kv_cache import KeyTransform, LayerKV
+from moejax.model import Transformer
+from moejax.page_table import PageTable
+from moejax.sampling import RowSampling
+from pallas_kernels.kv_format import KVFormat
+from pallas_kernels.pallas_utils import INVALID, cdiv
+
+NO_TOKEN = -1
+MAX_STOP_IDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSpec:
+    """All that is static: part of the key of every compiled function.
+
+    Attributes:
+      graphdef, config: of the `Transformer`.
+      kv_format: storage format of the cache.
+      implementation: of `paged_attention` and `close_page`; None picks by platform.
+    """
+
+    graphdef: nnx.GraphDef
+    config: ModelConfig
+    kv_format: KVFormat
+    implementation: str | None = None
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.graphdef, self.config, self.kv_format, self.implementation))
+
+    def __hash__(self) -> int:
+        """Cached: hashing the graph of a deep model takes milliseconds, and every call needs the hash."""
+        return self._hash
+
+
+def split(model: Transformer, kv_format: KVFormat, *, implementation: str | None = None) -> tuple[DecodeSpec, nnx.State]:
+    """The static and the array part of a model that decodes with this cache. Raises ValueError when they do not fit."""
+    kv_format.check_head_dim(model.config.head_dim)
+    graphdef, params = nnx.split(model)
+    return DecodeSpec(graphdef, model.config, kv_format, implementation), params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a slot has to know of the request it serves; arrays have a leading [B] in the state and none in `insert`.
+
+    Attributes:
+      sampling: how tokens are chosen.
+      max_tokens: int32, tokens to generate.
+      stop_ids: int32 [MAX_STOP_IDS], padded with NO_TOKEN.
+    """
+
+    sampling: RowSampling
+    max_tokens: jax.Array
+    stop_ids: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that changes while decoding. Donated to every function that takes it.
+
+    Attributes:
+      caches: one a layer.
+      block_table: int32 [B, J]; written by the host between calls.
+      kv_lens: int32 [B], tokens in each slot's cache. The last generated token is not in it yet.
+      last_tokens: int32 [B], each slot's newest token, the input of the next step.
+      num_generated: int32 [B].
+      active: bool [B]; slots that still generate. The others cost no attention, wake no expert and do not change.
+      requests: of each slot.
+    """
+
+    caches: tuple[LayerKV, ...]
+    block_table: jax.Array
+    kv_lens: jax.Array
+    last_tokens: jax.Array
+    num_generated: jax.Array
+    active: jax.Array
+    requests: Request
+
+
+def init_state(
+    spec: DecodeSpec, *, max_batch: int, num_pages: int, max_len: int, transforms: Sequence[KeyTransform] | None = None,
+) -> DecodeState:
+    """An empty state: `max_batch` slots of up to `max_len` tokens, `num_pages` pages a layer (at least one is made).
+
+    `transforms`: key channel order of each layer (`moejax.calibration`), None keeps the model's.
+    """
+    config = spec.config
+    caches = tuple(
+        kv_cache.init_layer(
+            spec.kv_format, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_pages=max(num_pages, 1),
+            max_batch=max_batch, transform=None if transforms is None else transforms[layer])
+        for layer in range(config.num_layers))
+
+    def integers(*shape: int, fill: int = 0) -> jax.Array:
+        return jnp.full(shape, fill, jnp.int32)
+
+    return DecodeState(
+        caches=caches, block_table=integers(max_batch, cdiv(max_len, spec.kv_format.page_size), fill=INVALID),
+        kv_lens=integers(max_batch), last_tokens=integers(max_batch), num_generated=integers(max_batch),
+        active=jnp.zeros(max_batch, bool),
+        requests=Request(sampling.empty_rows(max_batch), integers(max_batch),
+                         integers(max_batch, MAX_STOP_IDS, fill=NO_TOKEN)))
+
+
+def with_table(state: DecodeState, table: PageTable) -> DecodeState:
+    """The state with copies of the host's block table and lengths (the state is donated, the table is not)."""
+    return dataclasses.replace(state, block_table=jnp.array(table.block_table), kv_lens=jnp.array(table.kv_lens))
+
+
+def piece_lengths(page_size: int) -> tuple[int, ...]:
+    """The padded lengths of prefill pieces: few, so that few shapes are compiled."""
+    return (16, page_size)
+
+
+def pieces(tokens: Sequence[int], start: int, page_size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Cuts tokens that begin at position `start` where pages end.
+
+    Yields:
+      (int32 [T] padded to one of `piece_lengths`, number of tokens that count).
+    """
+    done = 0
+    while done < len(tokens):
+        q_len = min(page_size - (start + done) % page_size, len(tokens) - done)
+        padded = np.zeros(next(n for n in piece_lengths(page_size) if n >= q_len), np.int32)
+        padded[:q_len] = tokens[done:done + q_len]
+        yield padded, q_len
+        done += q_len

@@ -1,0 +1,83 @@
+"""A tiny model with everything that can go wrong in a cache, and its full forward pass, compiled once a process."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax.attention import causal_attention
+from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE
+from moejax.model import Transformer
+from pallas_kernels.fused_router import RouterRule
+from pallas_kernels.kv_format import KVFormat
+
+PAGE = 32
+VOCAB, DECODABLE = 101, 90
+FULL_LENGTH = 160
+
+EXACT = KVFormat(k_bits=32, v_bits=32, page_size=PAGE)
+BF16 = KVFormat(page_size=PAGE)
+EVERYTHING = KVFormat(k_bits=3, v_bits=2, page_size=PAGE, sink_tokens=3, outlier_channels=8, v_rotation="hadamard",
+                      k_rotation="hadamard")
+
+
+@functools.cache
+def config() -> ModelConfig:
+    rule = RouterRule(num_experts_per_tok=2)
+    return ModelConfig(
+        vocab_size=VOCAB, decodable_vocab_size=DECODABLE, hidden_size=40, num_heads=6, num_kv_heads=2, head_dim=16,
+        max_position_embeddings=512, qk_norm="per_head", attention_bias=True,
+        layers=(LayerConfig(mlp=MoE(num_experts=5, moe_intermediate_size=24, rule=rule)),
+                LayerConfig(mlp=DenseMLP(intermediate_size=56), sliding_window=45)))
+
+
+@functools.cache
+def model() -> Transformer:
+    """Weights wide enough that attention and routing decide the logits, and one key channel of 20 times the size of the others."""
+    m = Transformer(config(), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    for path, leaf in nnx.to_flat_state(nnx.state(m, nnx.Param)):
+        shape = leaf[...].shape
+        std = 0.3 if len(shape) == 1 else 1.8 / shape[-1] ** 0.5
+        value = rng.normal(0, std, shape).astype(np.float32)
+        leaf[...] = jnp.asarray(1 + value if path[-1] == "scale" else value)
+    for block in m.blocks:
+        block.attention.k_norm.scale[...] = block.attention.k_norm.scale[...].at[5].mul(20)
+        block.attention.q_norm.scale[...] = block.attention.q_norm.scale[...].at[5].mul(0.1)
+    return m
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, DECODABLE, length).tolist()
+
+
+@functools.cache
+def _full(round_kv: bool):
+    graphdef, params = nnx.split(model())
+
+    def attend(layer, q, k, v):
+        k, v = (jax.lax.reduce_precision(x, 8, 7) for x in (k, v))
+        return causal_attention(q, k, v, config().layers[layer].sliding_window)
+
+    @jax.jit
+    def forward(tokens, length):
+        valid = jnp.arange(FULL_LENGTH) < length
+        return nnx.merge(graphdef, params)(tokens[None], attend=attend if round_kv else None, valid=valid[None]).logits[0]
+
+    return forward
+
+
+def full_logits(tokens: list[int], round_kv: bool = False) -> np.ndarray:
+    """Logits [T, V] of the forward pass without a cache; `round_kv` rounds keys and values to bfloat16."""
+    padded = np.zeros(FULL_LENGTH, np.int32)
+    padded[:len(tokens)] = tokens
+    return np.asarray(_full(round_kv)(padded, np.int32(len(tokens))))[:len(tokens)]
+
+
+def full_greedy(tokens: list[int], count: int, round_kv: bool = False) -> list[int]:
+    """`count` greedy tokens, each from a whole forward pass."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(np.argmax(full_logits(tokens, round_kv)[-1, :DECODABLE])))
+    return tokens[-count:]

@@ -1,0 +1,117 @@
+"""What every implementation of `close_page` must do. Subclass `ClosePageCases` and set `implementation`."""
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import KVFormat, close_page, open_page
+from tests.pallas_kernels import oracle
+from tests.tolerances import assert_close
+
+FORMATS = [
+    KVFormat(k_bits=4, v_bits=2),
+    KVFormat(k_bits=3, v_bits=3, page_size=64),
+    KVFormat(k_bits=2, v_bits=3, page_size=32, outlier_channels=8, outlier_bits=8, sink_tokens=4),
+    KVFormat(k_bits=2, v_bits=8, page_size=32, outlier_channels=16, outlier_bits=16, scale_dtype="float16"),
+    KVFormat(k_bits=3, v_bits=2, page_size=32, outlier_channels=8, outlier_bits=4, k_range="clipped", v_range="clipped"),
+    KVFormat(k_bits=16, v_bits=4, page_size=32),
+    KVFormat(k_bits=32, v_bits=32, page_size=32),
+]
+close = jax.jit(close_page, static_argnames=("kv_format", "implementation"))
+reopen = jax.jit(open_page, static_argnames=("kv_format", "head_dim"))
+
+
+def make_page(fmt: KVFormat, lead=(2,), num_kv_heads=3, head_dim=24, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (*lead, num_kv_heads, fmt.page_size, head_dim)
+    channel = np.ones(head_dim)
+    channel[-3:] = 50
+    dtype = np.float32 if fmt.open_dtype == "float32" else ml_dtypes.bfloat16
+    return (rng.normal(size=shape) * channel - 2).astype(dtype), (rng.normal(size=shape) * 0.3 + 1).astype(dtype)
+
+
+def group_step(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """A step of a grid of 2**bits levels over the range of each group."""
+    return (x.max(axis, keepdims=True) - x.min(axis, keepdims=True)) / (2**bits - 1)
+
+
+class ClosePageCases:
+    implementation: str | None = None
+
+    def close(self, k, v, fmt: KVFormat, num_sinks=0) -> np.ndarray:
+        words = np.asarray(close(k, v, kv_format=fmt, num_sinks=np.int32(num_sinks), implementation=self.implementation))
+        layout = fmt.page_layout(k.shape[-1])
+        assert words.shape == (*k.shape[:-2], layout.words) and words.dtype == np.uint32
+        assert words[0, 0].nbytes == layout.page_bytes and not words[..., layout.used_words:].any()
+        return words
+
+    @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+    def test_bytes_mean_what_the_format_says(self, fmt):
+        """An independent decoder of the bytes gives what `open_page` gives, and that is near the input."""
+        k, v = make_page(fmt)
+        words = self.close(k, v, fmt)
+        opened = reopen(words, kv_format=fmt, head_dim=k.shape[-1])
+        for index in np.ndindex(words.shape[:2]):
+            for ours, theirs in zip(opened, oracle.decode_page(words[index], fmt, k.shape[-1])):
+                assert_close(ours[index], theirs, "dequantize_f32")
+        k, v = k.astype(np.float64), v.astype(np.float64)
+        base = k.shape[-1] - fmt.outlier_channels
+        for x, y, bits, axis, rule in (
+            (k[..., :base], opened[0][..., :base], fmt.k_bits, -2, fmt.k_range), (v, opened[1], fmt.v_bits, -1, fmt.v_range),
+            (k[..., base:], opened[0][..., base:], fmt.outlier_bits, -2, fmt.k_range),
+        ):
+            if not x.size:
+                continue
+            error = np.abs(np.asarray(y).astype(np.float64) - x)
+            if bits >= 16:
+                assert not error.any()
+            elif rule == "minmax":
+                # Half a step; the stored step may be 2**-7 wider than needed.
+                assert (error <= group_step(x, bits, axis) * 0.505 + 1e-6).all()
+
+    @pytest.mark.parametrize("fmt", FORMATS[:2], ids=lambda f: f.name)
+    def test_keys_are_grouped_per_channel_and_values_per_token(self, fmt):
+        k, v = (x.astype(np.float32) for x in make_page(fmt))
+        loud_k, loud_v = k.copy(), v.copy()
+        loud_k[..., 5], loud_v[..., 7, :] = loud_k[..., 5] * 100, loud_v[..., 7, :] * 100
+        quiet = reopen(self.close(k, v, fmt), kv_format=fmt, head_dim=24)
+        loud = reopen(self.close(loud_k, loud_v, fmt), kv_format=fmt, head_dim=24)
+        np.testing.assert_array_equal(np.delete(loud[0], 5, -1), np.delete(quiet[0], 5, -1))
+        np.testing.assert_array_equal(np.delete(loud[1], 7, -2), np.delete(quiet[1], 7, -2))
+
+    def test_sinks_stay_out_of_the_ranges_of_their_row_only(self):
+        fmt = FORMATS[2]
+        k, v = make_page(fmt)
+        plain = self.close(k, v, fmt)
+        k = k.copy()
+        k[:, :, :4] *= 1000
+        words = self.close(k, v, fmt, num_sinks=[4, 0])
+        opened, _ = reopen(words, kv_format=fmt, head_dim=24)
+        expected, _ = reopen(plain, kv_format=fmt, head_dim=24)
+        x = k.astype(np.float64)[:, :, 4:]
+        step = group_step(x[..., :16], 2, -2)
+        assert (np.abs(np.asarray(opened) - k.astype(np.float64))[0, :, 4:, :16] <= step[0] * 0.505).all()
+        assert np.abs(np.asarray(opened)[1, :, 4:] - np.asarray(expected)[1, :, 4:]).max() > 100
+
+    def test_a_row_does_not_depend_on_the_batch(self):
+        k, v = make_page(FORMATS[2], lead=(4,))
+        together = self.close(k, v, FORMATS[2])
+        for row in range(4):
+            np.testing.assert_array_equal(self.close(k[row:row + 1], v[row:row + 1], FORMATS[2])[0], together[row])
+
+    @pytest.mark.parametrize("value", [0.0, 3.0, -1e30])
+    def test_constant_pages_are_exact(self, value):
+        fmt = FORMATS[0]
+        x = np.full((1, 3, fmt.page_size, 24), value, ml_dtypes.bfloat16)
+        for y in reopen(self.close(x, x, fmt), kv_format=fmt, head_dim=24):
+            np.testing.assert_array_equal(y, x.astype(np.float32))
+
+    def test_a_biased_channel_needs_the_offset(self):
+        """A channel far from zero, as key biases make them: its error is set by its spread, not by its distance."""
+        fmt = FORMATS[0]
+        k, v = (x.astype(np.float32) for x in make_page(fmt))
+        k[..., 3] = k[..., 3] * 0.5 + 50
+        opened, _ = reopen(self.close(k, v, fmt), kv_format=fmt, head_dim=24)
+        assert np.abs(np.asarray(opened) - k)[..., 3].max() < 0.3

@@ -1,0 +1,44 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import KVFormat, close_page, open_page
+from tests.pallas_kernels.close_page_cases import FORMATS, ClosePageCases, make_page
+
+
+class TestReference(ClosePageCases):
+    implementation = "reference"
+
+
+def test_two_bit_page_by_hand():
+    """Channel 0 of the keys counts 0 1 2 3 0 1 2 3 …; word i holds the rows i, i + 2, i + 4, … of a column."""
+    fmt = KVFormat(k_bits=2, v_bits=2, page_size=32)
+    k = np.zeros((1, 32, 8), np.float32)
+    k[0, :, 0] = np.arange(32) % 4
+    words = np.asarray(close_page(jnp.asarray(k), jnp.asarray(k * 0 + 5), kv_format=fmt))[0]
+    assert words[0] == sum(((2 * j) % 4) << (2 * j) for j in range(16))
+    assert words[8] == sum(((2 * j + 1) % 4) << (2 * j) for j in range(16))
+    one, five = 0x3F80, 0x40A0  # bfloat16
+    assert words[32] == one and not words[33:40].any()
+    np.testing.assert_array_equal(words[40:72], five << 16)
+
+
+def test_every_pair_of_bits_gives_its_own_bytes():
+    k, v = make_page(FORMATS[0], lead=())
+    pages = {
+        np.asarray(close_page(jnp.asarray(k), jnp.asarray(v), kv_format=KVFormat(k_bits=a, v_bits=b))).tobytes()
+        for a in (2, 3, 4) for b in (2, 3, 4)}
+    assert len(pages) == 9
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda x: close_page(x, x[:, :16], kv_format=KVFormat(page_size=32)), "open_k.shape"),
+    (lambda x: close_page(x, x, kv_format=KVFormat(page_size=64)), "page_size=64"),
+    (lambda x: close_page(x.astype(jnp.int32), x, kv_format=KVFormat(page_size=32)), "open_k.dtype=int32"),
+    (lambda x: close_page(x, x, kv_format=KVFormat(page_size=32), num_sinks=32), "num_sinks=32"),
+    (lambda x: close_page(x, x, kv_format=KVFormat(page_size=32), num_sinks=jnp.zeros(3, jnp.int32)), "num_sinks.shape"),
+    (lambda x: open_page(jnp.zeros((2, 7), jnp.uint32), kv_format=KVFormat(page_size=32), head_dim=8), "words.shape"),
+])
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.zeros((2, 32, 8)))
