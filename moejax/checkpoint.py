@@ -120,7 +120,7 @@ def save_hf(model: Transformer, path: str | os.PathLike, *, tokenizer: Tokenizer
     _write_shards(model, partial, config["model_type"], FILE_DTYPES[dtype], shard_bytes)
     if tokenizer is not None:
         tokenizer.save(partial)
-        generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
+        generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None}
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         (partial / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": tokenizer.add_bos}) + "\n", encoding="utf-8")
     if path.exists():

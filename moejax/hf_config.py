@@ -284,7 +284,8 @@ def _write_qwen(config: ModelConfig) -> dict[str, Any]:
         "norm_topk_prob": bool(moe and moe.rule.norm_topk_prob),
         "mlp_only_layers": [i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, DenseMLP)],
         "decoder_sparse_step": 1,
-        "intermediate_size": dense and dense.intermediate_size,
+        # Without dense layers nothing reads it, but transformers wants a number there.
+        "intermediate_size": dense.intermediate_size if dense else moe and moe.moe_intermediate_size,
         "use_sliding_window": bool(windows),
         "sliding_window": min(windows, default=None),
     }

@@ -110,4 +110,5 @@ def _llama3(rope: RopeConfig, freqs: np.ndarray) -> np.ndarray:
     assert original is not None and low is not None and high is not None  # checked by RopeConfig
     wavelength = np.float32(2 * math.pi) / freqs
     keep = np.clip((np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low), 0, 1)
-    return freqs / np.float32(rope.factor) * (1 - keep) + freqs * keep
+    blend = (1 - keep) * freqs / np.float32(rope.factor) + keep * freqs
+    return np.where(keep == 1, freqs, blend)

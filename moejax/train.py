@@ -154,7 +154,7 @@ class Trainer:
         shardings = param_shardings(copied, self.mesh)
         params = jax.device_put(copied, shardings)
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        opt_state = optax.tree_utils.tree_map_params(
+        opt_state = optax.tree.map_params(
             self.optimizer, jax.device_put, self.optimizer.init(params), shardings,
             transform_non_params=lambda x: jax.device_put(x, replicated))
         return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), replicated))
@@ -189,7 +189,7 @@ class Trainer:
 
     def _step(self, state: TrainState, tokens: jax.Array):
         (_, metrics), grads = jax.value_and_grad(self._loss, has_aux=True)(state.params, tokens)
-        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 

@@ -25,7 +25,7 @@ def quantize_groups(
     """Quantises every group of `x`; a group runs along `axis`.
 
     Args:
-      x: float [...]; computed in float32.
+      x: float [...], magnitudes up to 1e38; computed in float32.
       axis: the axis that shares one scale and offset.
       bits: 2, 3, 4 or 8.
       range_rule: "minmax" or "clipped" (the fraction out of `CLIP_FRACTIONS` with the least squared error).
@@ -34,7 +34,7 @@ def quantize_groups(
 
     Returns:
       codes uint32 [...]; scale and offset float32 of the shape of `x` with `axis` of size 1, values that `scale_dtype` holds
-      exactly. A constant group has scale 0, codes 0 and is exact if `scale_dtype` holds the constant.
+      exactly. A constant group that `scale_dtype` holds has scale 0, codes 0, and is exact.
 
     Raises:
       ValueError: `bits`, `range_rule` or `scale_dtype` not accepted.
@@ -50,9 +50,8 @@ def quantize_groups(
         best_error = _squared_error(x, best_scale, best_offset, axis, bits, where)
         for fraction in CLIP_FRACTIONS[1:]:
             cut = (1 - fraction) / 2
-            # Written so that low - high, which may overflow, is never formed.
-            scale, offset = _scale_offset(
-                low * (1 - cut) + high * cut, high * (1 - cut) + low * cut, bits, scale_dtype)
+            margin = cut * (high - low)
+            scale, offset = _scale_offset(low + margin, high - margin, bits, scale_dtype)
             error = _squared_error(x, scale, offset, axis, bits, where)
             better = error < best_error
             best_scale, best_offset, best_error = (
@@ -87,12 +86,12 @@ def _group_range(x: jax.Array, axis: int, where: jax.Array | None) -> tuple[jax.
 def _scale_offset(low: jax.Array, high: jax.Array, bits: int, dtype: str) -> tuple[jax.Array, jax.Array]:
     steps = (1 << bits) - 1
     offset = _round_outwards(low, dtype, up=False)
-    scale = _round_outwards(high / steps - offset / steps, dtype, up=True)
+    scale = _round_outwards((high - offset) / steps, dtype, up=True)
     return jnp.where((high > offset) & (scale >= _MIN_SCALE), scale, 0.0), offset
 
 
 def _codes(x: jax.Array, scale: jax.Array, offset: jax.Array, bits: int) -> jax.Array:
-    """Float32 codes. Divides rather than multiplying by 1 / scale, which overflows for small scales."""
+    """Nearest codes, as float32. A quotient that rounding or `where` puts out of the code's range is clipped into it."""
     code = jnp.where(scale > 0, (x - offset) / jnp.where(scale > 0, scale, 1.0), 0.0)
     return jnp.clip(jnp.round(code), 0, (1 << bits) - 1)
 

@@ -68,12 +68,12 @@ def _forward(x, w, group_sizes, out_dtype, transpose_w: bool = False) -> jax.Arr
         weights = _expert_weights(w, expert, dtype)
         contract = (((1,), (1 if transpose_w else 0,)), ((), ()))
         product = lax.dot_general(
-            lax.dynamic_slice_in_dim(padded, row, tile), weights, contract, preferred_element_type=y.dtype)
+            lax.dynamic_slice_in_dim(padded, row, tile), weights, contract, preferred_element_type=jnp.float32)
         # Rows past this expert's belong to the next tiles.
         product = jnp.where(inside, product, lax.dynamic_slice_in_dim(y, row, tile))
         return lax.dynamic_update_slice_in_dim(y, product, row, 0)
 
-    y = lax.fori_loop(0, num_tiles, body, jnp.zeros((rows + tile, columns), jnp.promote_types(dtype, out_dtype)))
+    y = lax.fori_loop(0, num_tiles, body, jnp.zeros((rows + tile, columns), jnp.float32))
     return y[:rows].astype(out_dtype)
 
 

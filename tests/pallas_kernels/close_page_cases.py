@@ -19,8 +19,10 @@ FORMATS = [
     KVFormat(k_bits=16, v_bits=4, page_size=32),
     KVFormat(k_bits=32, v_bits=32, page_size=32),
 ]
-close = jax.jit(close_page, static_argnames=("kv_format", "implementation"))
-reopen = jax.jit(open_page, static_argnames=("kv_format", "head_dim"))
+# Compiled quickly: fully optimised, these tests take minutes.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+close = jax.jit(close_page, static_argnames=("kv_format", "implementation"), compiler_options=FAST_COMPILE)
+reopen = jax.jit(open_page, static_argnames=("kv_format", "head_dim"), compiler_options=FAST_COMPILE)
 
 
 def make_page(fmt: KVFormat, lead=(2,), num_kv_heads=3, head_dim=24, seed=0):

@@ -52,11 +52,14 @@ def oracle(x, w, rule: RouterRule, bias=None, correction_bias=None):
     return np.stack(ids), np.stack(weights)
 
 
+route = jax.jit(fused_router, static_argnames=("rule", "implementation"))
+
+
 class FusedRouterCases:
     implementation: str | None = None
 
     def run(self, x, w, rule, **kwargs):
-        return fused_router(x, w, rule=rule, implementation=self.implementation, **kwargs)
+        return route(x, w, rule=rule, implementation=self.implementation, **kwargs)
 
     @pytest.mark.parametrize("with_bias", [False, True])
     @pytest.mark.parametrize("family", RULES)

@@ -32,11 +32,14 @@ def oracle(x, w, group_sizes) -> np.ndarray:
     return out
 
 
+matmul = jax.jit(grouped_matmul, static_argnames=("implementation", "preferred_element_type"))
+
+
 class GroupedMatmulCases:
     implementation: str | None = None
 
     def run(self, x, w, group_sizes, **kwargs):
-        return grouped_matmul(x, w, jnp.asarray(group_sizes, jnp.int32), implementation=self.implementation, **kwargs)
+        return matmul(x, w, jnp.asarray(group_sizes, jnp.int32), implementation=self.implementation, **kwargs)
 
     @pytest.mark.parametrize("groups", GROUPS)
     def test_oracle(self, groups):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVFormat, close_page, open_page
-from tests.pallas_kernels.close_page_cases import FORMATS, ClosePageCases, make_page
+from tests.pallas_kernels.close_page_cases import FORMATS, ClosePageCases, close, make_page
 
 
 class TestReference(ClosePageCases):
@@ -15,7 +15,7 @@ def test_two_bit_page_by_hand():
     fmt = KVFormat(k_bits=2, v_bits=2, page_size=32)
     k = np.zeros((1, 32, 8), np.float32)
     k[0, :, 0] = np.arange(32) % 4
-    words = np.asarray(close_page(jnp.asarray(k), jnp.asarray(k * 0 + 5), kv_format=fmt))[0]
+    words = np.asarray(close(k, k * 0 + 5, kv_format=fmt))[0]
     assert words[0] == sum(((2 * j) % 4) << (2 * j) for j in range(16))
     assert words[8] == sum(((2 * j + 1) % 4) << (2 * j) for j in range(16))
     one, five = 0x3F80, 0x40A0  # bfloat16
@@ -26,7 +26,7 @@ def test_two_bit_page_by_hand():
 def test_every_pair_of_bits_gives_its_own_bytes():
     k, v = make_page(FORMATS[0], lead=())
     pages = {
-        np.asarray(close_page(jnp.asarray(k), jnp.asarray(v), kv_format=KVFormat(k_bits=a, v_bits=b))).tobytes()
+        np.asarray(close(k, v, kv_format=KVFormat(k_bits=a, v_bits=b))).tobytes()
         for a in (2, 3, 4) for b in (2, 3, 4)}
     assert len(pages) == 9
 
