@@ -66,6 +66,9 @@ def main(experiment: Callable[..., Work], *, positional: str | None = None, argv
         sys.exit(2)
     result = work()
     exit_code = result.pop("exit_code", 0)
+    for key, value in result.items():
+        if hasattr(value, "save"):  # a plot
+            result[key] = None if output is None else str(output.folder / value.save(output.folder))
     if output is not None:
         output.record(result)
     sys.stdout.flush()

@@ -70,8 +70,9 @@ def forward(
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     output = model(tokens, positions=where.kv_lens[:, None] + index, attend=attend, valid=index < where.q_lens[:, None],
                    logit_positions=logit_positions)
-    caches = kv_cache.close_filled(new, where, kv_format=spec.kv_format, implementation=spec.implementation)
-    return output.logits, caches
+    # Pages are written after all attention has read them. Unless that order is a dependency, XLA copies the last layer's pool.
+    logits, new = jax.lax.optimization_barrier((output.logits, new))
+    return logits, kv_cache.close_filled(new, where, kv_format=spec.kv_format, implementation=spec.implementation)
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")

@@ -99,13 +99,14 @@ def init_state(
 ) -> DecodeState:
     """An empty state: `max_batch` slots of up to `max_len` tokens, `num_pages` pages a layer (at least one is made).
 
-    `transforms`: key channel order of each layer (`moejax.calibration`), None keeps the model's.
+    `transforms`: key channel order of each layer (`moejax.calibration`), None keeps the model's. They are copied, because the
+    state is donated.
     """
     config = spec.config
     caches = tuple(
         kv_cache.init_layer(
             spec.kv_format, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_pages=max(num_pages, 1),
-            max_batch=max_batch, transform=None if transforms is None else transforms[layer])
+            max_batch=max_batch, transform=None if transforms is None else jax.tree.map(jnp.copy, transforms[layer]))
         for layer in range(config.num_layers))
 
     def integers(*shape: int, fill: int = 0) -> jax.Array:

@@ -33,6 +33,7 @@ class Stats:
       prefill_tokens, prefill_ms: prompt tokens run through the model, and the time of it with the first token's choice.
       generated_tokens: all tokens chosen.
       forks: prompts that were not run because another sample's pages could be shared.
+      peak_running: most requests that generated at the same time.
     """
 
     step_ms: list[float] = dataclasses.field(default_factory=list)
@@ -40,6 +41,7 @@ class Stats:
     prefill_ms: float = 0.0
     generated_tokens: int = 0
     forks: int = 0
+    peak_running: int = 0
 
 
 class Engine:
@@ -85,8 +87,8 @@ class Engine:
         self.max_batch, self.max_len, self.steps_per_segment = max_batch, max_len, steps_per_segment
         self.num_pages = max_batch * (max_len // kv_format.page_size) if num_pages is None else num_pages
         self.spec, self.params = decode.split(model, kv_format, implementation=implementation)
-        self._limits = Limits(config, tokenizer, kv_format.page_size, max_len, self.num_pages)
-        self._decodable = jnp.asarray(self._limits.decodable)
+        self.limits = Limits(config, tokenizer, kv_format.page_size, max_len, self.num_pages)
+        self._decodable = jnp.asarray(self.limits.decodable)
         self._transforms = None
         if kv_format.outlier_channels and calibration_tokens is not None:
             self._transforms = calibration.key_transforms(self.spec, self.params, calibration_tokens)
@@ -124,7 +126,7 @@ class Engine:
             exceeds max_len or the pool.
         """
         start = time.perf_counter()
-        jobs = make_jobs(prompts, params, num_samples, self._limits)
+        jobs = make_jobs(prompts, params, num_samples, self.limits)
         waiting, running = collections.deque(jobs), dict[int, Job]()
         try:
             while waiting or running:
@@ -198,6 +200,7 @@ class Engine:
     def _run_segment(self, running: dict[int, Job]) -> None:
         if not running:
             return
+        self.stats.peak_running = max(self.stats.peak_running, len(running))
         for slot, job in running.items():
             ahead = int(self._table.kv_lens[slot]) + self.steps_per_segment
             self._table = page_table.allocate(self._table, slot, min(ahead, job.max_tokens_cached))

@@ -61,7 +61,7 @@ class Placement:
     """Where the tokens of one call go: the same for every layer.
 
     Attributes:
-      block_table: int32 [B, J] page ids, INVALID where there is none.
+      block_table: int32 [B, J] page ids, INVALID (-1) where there is none.
       kv_lens: int32 [B], tokens in each sequence before this call.
       q_lens: int32 [B], new tokens of each row, 0 for a row that sits out. They fit into its open page.
     """
@@ -158,11 +158,14 @@ def close_filled(
     filled = (where.q_lens > 0) & (ends % page_size == 0) & (page_ids >= 0)
     order = jnp.argsort(~filled, stable=True)
 
+    open_pages = ([c.open_k for c in caches], [c.open_v for c in caches])
+
     def close_row(i: jax.Array, pools: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # With one slot nothing below depends on i, and XLA would move all of it in front of the loop: into every step.
+        i, barred = jax.lax.optimization_barrier((i, open_pages))
         row = order[i]
-        open_k, open_v = (
-            jnp.stack([jax.lax.dynamic_index_in_dim(a, row, keepdims=False) for a in arrays])
-            for arrays in ([c.open_k for c in caches], [c.open_v for c in caches]))
+        open_k, open_v = (jnp.stack([jax.lax.dynamic_index_in_dim(a, row, keepdims=False) for a in arrays])
+                          for arrays in barred)
         num_sinks = jnp.where(index[row] == 0, kv_format.sink_tokens, 0)
         words = close_page(open_k, open_v, kv_format=kv_format, num_sinks=num_sinks, implementation=implementation)
         return tuple(jax.lax.dynamic_update_index_in_dim(pool, words[layer], page_ids[row], 0)

@@ -102,10 +102,10 @@ class Transformer(nnx.Module):
         B, T = tokens.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-        length = None
+        length: jax.Array | int = 0
         if attend is None:
             attend = self._attend_all
-            length = jnp.max(positions if valid is None else jnp.where(valid, positions, -1)) + 1
+            length = T if valid is None else jnp.max(jnp.sum(valid, axis=1, dtype=jnp.int32))
         cos, sin = rope.cos_sin(self.config, positions, length)
         x_BTD = self.embedding_VD[...][tokens].astype(self.dtype)
         router = []

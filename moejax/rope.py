@@ -14,21 +14,22 @@ import numpy as np
 from moejax.config import ModelConfig, RopeConfig
 
 
-def cos_sin(config: ModelConfig, positions: jax.Array, length: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def cos_sin(config: ModelConfig, positions: jax.Array, length: jax.Array | int = 0) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position and channel pair, attention factor included.
 
     Args:
       positions: int32 [B, T].
-      length: int32 scalar, the sequence length that "dynamic" frequencies depend on; None, and any length up to
-        max_position_embeddings, gives the frequencies of max_position_embeddings. Other kinds do not read it.
+      length: tokens of the longest sequence, at most T; int or int32 scalar. Only "dynamic" frequencies depend on it, and
+        only past max_position_embeddings.
 
     Returns:
       Two float32 arrays [B, T, 1, H/2].
     """
-    if config.rope.kind == "dynamic" and length is not None:
-        freqs = dynamic_frequencies(config.rope, config.head_dim, config.max_position_embeddings, length)
-    else:
-        freqs = jnp.asarray(frequencies(config.rope, config.head_dim))
+    freqs = jnp.asarray(frequencies(config.rope, config.head_dim))
+    if config.rope.kind == "dynamic":
+        beyond = max(positions.shape[1] - config.max_position_embeddings, 0)
+        table = dynamic_frequencies(config.rope, config.head_dim, config.max_position_embeddings, beyond)
+        freqs = jnp.asarray(table)[jnp.clip(length - config.max_position_embeddings, 0, beyond)]
     angles = positions.astype(jnp.float32)[:, :, None, None] * freqs[None, None, None, :]
     factor = attention_factor(config.rope)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
@@ -43,31 +44,36 @@ def apply(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Angle per position of each channel pair, float32 [head_dim/2]; of "dynamic", up to max_position_embeddings.
 
-    Every step is rounded to float32, because models are trained with frequencies made that way and a position multiplies the
-    difference.
+    Every step is rounded to float32 in the order in which transformers rounds it: models are trained with these very numbers, and
+    a position multiplies the difference (one unit in the last place is seen in logits after 40 tokens).
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    powers = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
-    freqs = np.float32(1.0) / powers
+    powers = _powers(rope.theta, head_dim)
+    freqs = 1 / powers
     if rope.kind == "linear":
         freqs = freqs / np.float32(rope.factor)
     elif rope.kind == "yarn":
-        freqs = _yarn(rope, freqs, np.float32(1.0) / (np.float32(rope.factor) * powers), head_dim)
+        freqs = _yarn(rope, freqs, 1 / (np.float32(rope.factor) * powers), head_dim)
     elif rope.kind == "llama3":
         freqs = _llama3(rope, freqs)
     return freqs.astype(np.float32)
 
 
-def dynamic_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int, length: jax.Array) -> jax.Array:
-    """NTK-aware frequencies for a sequence of `length` tokens (int32 scalar, may be traced): float32 [head_dim/2].
+def dynamic_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int, beyond: int) -> np.ndarray:
+    """NTK-aware frequencies, float32 [beyond + 1, head_dim/2]: row i for sequences of max_position_embeddings + i tokens.
 
-    The base grows to theta * scale ** (H / (H - 2)); the part that does not depend on the length is computed outside of the
-    trace, so that a short sequence has exactly the frequencies of "default".
+    The base grows to theta * scale ** (H / (H - 2)), scale = factor * length / max_position_embeddings - (factor - 1).
     """
-    stretch = jnp.maximum(length, max_position_embeddings).astype(jnp.float32) / max_position_embeddings
-    scale = rope.factor * stretch - (rope.factor - 1.0)
-    exponents = jnp.asarray(np.arange(0, head_dim, 2) / (head_dim - 2), jnp.float32)
-    return jnp.asarray(frequencies(rope, head_dim)) * jnp.exp(-exponents * jnp.log(scale))
+    lengths = np.arange(max_position_embeddings, max_position_embeddings + beyond + 1, dtype=np.float32)
+    factor = np.float32(rope.factor)
+    scale = factor * lengths / np.float32(max_position_embeddings) - np.float32(rope.factor - 1)
+    growth = (scale.astype(np.float64) ** (head_dim / (head_dim - 2))).astype(np.float32)
+    return 1 / _powers(np.float32(rope.theta) * growth[:, None], head_dim)
+
+
+def _powers(base, head_dim: int) -> np.ndarray:
+    """base ** (2 i / head_dim) for every channel pair i, rounded to float32."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return (np.float64(base) ** exponents.astype(np.float64)).astype(np.float32)
 
 
 def attention_factor(rope: RopeConfig) -> float:
@@ -108,7 +114,7 @@ def _llama3(rope: RopeConfig, freqs: np.ndarray) -> np.ndarray:
     """Wavelengths over original/low_freq_factor are stretched by `factor`, those under original/high_freq_factor are kept."""
     original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     assert original is not None and low is not None and high is not None  # checked by RopeConfig
-    wavelength = np.float32(2 * math.pi) / freqs
-    keep = np.clip((np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low), 0, 1)
+    rotations = np.float32(original) * (1 / (np.float32(2 * math.pi) * (1 / freqs)))  # rounded as a product of reciprocals
+    keep = np.clip((rotations - np.float32(low)) / np.float32(high - low), 0, 1)
     blend = (1 - keep) * freqs / np.float32(rope.factor) + keep * freqs
     return np.where(keep == 1, freqs, blend)

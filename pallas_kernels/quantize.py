@@ -47,16 +47,16 @@ def quantize_groups(
     low, high = _group_range(x, axis, where)
     best_scale, best_offset = _scale_offset(low, high, bits, scale_dtype)
     if range_rule == "clipped":
-        best_error = _squared_error(x, best_scale, best_offset, axis, bits, where)
-        for fraction in CLIP_FRACTIONS[1:]:
-            cut = (1 - fraction) / 2
-            margin = cut * (high - low)
+        def try_fraction(i, best):
+            margin = (1 - jnp.asarray(CLIP_FRACTIONS, jnp.float32)[i]) / 2 * (high - low)
             scale, offset = _scale_offset(low + margin, high - margin, bits, scale_dtype)
             error = _squared_error(x, scale, offset, axis, bits, where)
-            better = error < best_error
-            best_scale, best_offset, best_error = (
-                jnp.where(better, new, old)
-                for new, old in ((scale, best_scale), (offset, best_offset), (error, best_error)))
+            better = error < best[2]
+            return tuple(jnp.where(better, new, old) for new, old in zip((scale, offset, error), best))
+
+        error = _squared_error(x, best_scale, best_offset, axis, bits, where)
+        best_scale, best_offset, _ = jax.lax.fori_loop(
+            1, len(CLIP_FRACTIONS), try_fraction, (best_scale, best_offset, error))
     return _codes(x, best_scale, best_offset, bits).astype(jnp.uint32), best_scale, best_offset
 
 

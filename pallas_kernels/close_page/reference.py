@@ -17,7 +17,7 @@ def close_page(
     ranged = jnp.arange(f.page_size, dtype=jnp.int32) >= num_sinks[..., None]
     ranged = ranged[..., None, :, None]  # [..., 1 (K), Z, 1 (H)]
     base, outlier = jnp.split(open_k, [layout.base_channels], axis=-1)
-    planes = {}
+    planes: dict[str, jax.Array | None] = {}
     planes["k_codes"], planes["k_scales"] = _encode(base, -2, f.k_bits, f.k_range, f.scale_dtype, ranged)
     planes["v_codes"], planes["v_scales"] = _encode(open_v, -1, f.v_bits, f.v_range, f.scale_dtype, None)
     if f.outlier_channels:
@@ -69,7 +69,6 @@ def _decode(words, scales, group_axis: int, bits: int, channels: int, kv_format:
 
 
 def _join(planes: dict[str, jax.Array | None], layout: PageLayout) -> jax.Array:
-    parts = [planes[name] for name in layout.planes()]
-    padding = layout.words - layout.used_words
-    lead = parts[0].shape[:-1]
-    return jnp.concatenate([*parts, jnp.zeros((*lead, padding), jnp.uint32)], axis=-1)
+    parts = [plane for name in layout.planes() if (plane := planes[name]) is not None]
+    padding = jnp.zeros((*parts[0].shape[:-1], layout.words - layout.used_words), jnp.uint32)
+    return jnp.concatenate([*parts, padding], axis=-1)

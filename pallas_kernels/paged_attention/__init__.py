@@ -37,7 +37,7 @@ def paged_attention(
       sink_k, sink_v: [B, K, S, H], float, S = kv_format.sink_tokens: the first tokens; given exactly when S > 0.
       attention_sinks: float32 [N], learned logits that join the softmax denominator only.
       sm_scale: multiplies q·k.
-      sliding_window: tokens a query sees, itself included: s is visible iff t - s < sliding_window. Sinks are tokens like others.
+      sliding_window: tokens a query sees, itself included: s is visible iff t - s < sliding_window, in sinks too.
       logit_softcap: logits become cap * tanh(logit / cap), before masks.
       implementation: None for the first of the platform's order that can serve the call, or a registered name.
 

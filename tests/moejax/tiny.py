@@ -14,7 +14,8 @@ from pallas_kernels.kv_format import KVFormat
 
 PAGE = 32
 VOCAB, DECODABLE = 101, 90
-FULL_LENGTH = 160
+FULL_LENGTH = 160  # the padded length of the forward pass without a cache
+MAX_BATCH, MAX_LEN, NUM_PAGES, STEPS = 3, 128, 6, 5  # of every state, so that tests share compiled functions
 
 EXACT = KVFormat(k_bits=32, v_bits=32, page_size=PAGE)
 BF16 = KVFormat(page_size=PAGE)
@@ -81,3 +82,10 @@ def full_greedy(tokens: list[int], count: int, round_kv: bool = False) -> list[i
     for _ in range(count):
         tokens.append(int(np.argmax(full_logits(tokens, round_kv)[-1, :DECODABLE])))
     return tokens[-count:]
+
+
+def all_nan(array: jax.Array) -> jax.Array:
+    """The same array full of NaN: words are a NaN in float32, in both bfloat16 halves and as scale and offset; ids are kept."""
+    if array.dtype == jnp.uint32:
+        return jnp.full_like(array, 0xFFFFFFFF)
+    return jnp.full_like(array, jnp.nan) if jnp.issubdtype(array.dtype, jnp.floating) else array

@@ -68,7 +68,7 @@ def attention(
 ) -> np.ndarray:
     """`paged_attention`, one row, head and query at a time. `decoded` caches pages: (page id, head) -> (k, v)."""
     q, pages, open_k, open_v, block_table = (np.asarray(x) for x in (q, pages, open_k, open_v, block_table))
-    batch, num_queries, num_heads, head_dim = q.shape
+    batch, _, num_heads, head_dim = q.shape
     num_kv_heads, z = open_k.shape[1], kv_format.page_size
     decoded = {} if decoded is None else decoded
     out = np.zeros(q.shape, np.float64)

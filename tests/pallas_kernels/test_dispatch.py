@@ -7,7 +7,7 @@ from pallas_kernels import dispatch
 
 @pytest.fixture
 def op(monkeypatch):
-    """An op of three implementations: one that serves only x > 0, one that serves everything, one that is never in the order."""
+    """An op of three: "picky" serves only x > 0, "broad" everything, "never" stands in no order."""
     monkeypatch.setattr(dispatch, "_registry", {})
     monkeypatch.setattr(dispatch, "_served", {})
     monkeypatch.setattr(dispatch, "PLATFORM_ORDER", {"cpu": ("absent", "picky", "broad")})

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.quantize import CLIP_FRACTIONS, bits_to_float32, float16_bits, quantize_groups
+from tests.pallas_kernels.close_page_cases import FAST_COMPILE
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-quantize = jax.jit(quantize_groups, static_argnames=("axis", "bits", "range_rule", "scale_dtype"))
+quantize = jax.jit(
+    quantize_groups, static_argnames=("axis", "bits", "range_rule", "scale_dtype"), compiler_options=FAST_COMPILE)
 
 
 def dequantized(x, axis=-1, bits=2, **kwargs) -> np.ndarray:
@@ -48,11 +50,10 @@ def test_huge_tiny_and_one_sided_groups(bits):
     one_big[5] *= 50
     x = np.stack([base * 1e30, base * 1e-30, np.abs(base), -np.abs(base), one_big, np.where(base > 0, 1e38, -1e38)])
     x = x.astype(np.float32)
-    codes, scale, _ = map(np.asarray, quantize(x, axis=-1, bits=bits))
+    _, scale, _ = map(np.asarray, quantize(x, axis=-1, bits=bits))
     y = dequantized(x, bits=bits)
     assert np.isfinite(y).all()
-    assert (np.abs(y - x)[:5] <= scale[:5] * 0.5001).all()
-    np.testing.assert_array_equal(codes[5], np.where(base > 0, 2**bits - 1, 0))
+    assert (np.abs(y - x) <= scale.astype(np.float64) * 0.5001).all()
 
 
 def test_elements_out_of_the_range_do_not_widen_it():

@@ -1,0 +1,108 @@
+"""Generates text: `python -m experiments.decode --prompt="The function returns" --k_bits=3 --v_bits=2`."""
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+
+from experiments import cli
+from moejax import accounting, compilation_cache
+from moejax import checkpoint as checkpoints
+from moejax.config import require_int
+from moejax.engine import Engine
+from moejax.requests import make_jobs
+from moejax.sampling import SamplingParams
+from pallas_kernels import dispatch
+from pallas_kernels.kv_format import KVFormat
+
+
+@cli.configurable
+def decode(
+    checkpoint: str = "checkpoints/moe_10m",
+    prompt: list[str] = ["It is a truth universally acknowledged, that", "The function returns a new"],  # noqa: B006
+    prompt_file: str | None = None,
+    prompt_tokens: int | None = None,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    kv_format: KVFormat = KVFormat(),  # noqa: B008 (frozen)
+    num_samples: int = 1,
+    max_batch: int = 8,
+    max_len: int = 2048,
+    num_pages: int | None = None,
+    steps_per_segment: int = 16,
+    calibration_file: str = "data/heldout_python_docs.txt",
+    repeats: int = 1,
+) -> cli.Work:
+    """Continues prompts with the continuous-batching engine and reports times, bytes and compilations.
+
+    Prints every completion. ttft_cold_ms is the first token's time in this process, compilation (or reading the persistent
+    cache) included; tpot_ms are decode steps of the last repeat.
+
+    Args:
+      checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
+      prompt: texts to continue.
+      prompt_file: a UTF-8 file whose text is one more prompt, in place of the default ones.
+      prompt_tokens: cut each prompt to its first so many tokens.
+      sampling: max_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos.
+      kv_format: the cache's format.
+      num_samples: completions a prompt; they share the prompt's pages.
+      max_batch, max_len, num_pages, steps_per_segment: of the engine.
+      calibration_file: text to choose promoted key channels on, read when kv_format.outlier_channels > 0.
+      repeats: run everything so many times; the later ones compile nothing.
+    """
+    for name, value in (("num_samples", num_samples), ("repeats", repeats)):
+        require_int(name, value)
+    started = time.perf_counter()
+    compilation_cache.enable()
+    model, tokenizer = checkpoints.load(checkpoint)
+    if tokenizer is None:
+        raise ValueError(f"{checkpoint=}: has no tokenizer")
+    texts = [read_text(prompt_file)] if prompt_file is not None else prompt
+    prompts = [tokenizer.encode(text)[:prompt_tokens] for text in texts]
+    calibration = tokenizer.encode(read_text(calibration_file)[:16384]) if kv_format.outlier_channels else None
+    engine = Engine(model, tokenizer, kv_format=kv_format, max_batch=max_batch, max_len=max_len, num_pages=num_pages,
+                    steps_per_segment=steps_per_segment, calibration_tokens=calibration)
+    make_jobs(prompts, sampling, num_samples, engine.limits)  # refuses what cannot be served
+    load_s = time.perf_counter() - started
+
+    def work() -> dict:
+        print(f"loaded in {load_s:.1f} s; cache of {engine.num_pages} pages, {engine.cache_bytes:,} bytes", file=sys.stderr)
+        cold_ms = None
+        for _ in range(repeats):
+            engine.stats.step_ms.clear()
+            began = time.perf_counter()
+            completions = engine.generate(prompts, sampling, num_samples=num_samples)
+            seconds = time.perf_counter() - began
+            cold_ms = completions[0].ttft_ms if cold_ms is None else cold_ms
+        for c in completions:
+            print(f"[{len(c.prompt_token_ids)} + {len(c.token_ids)} tokens, {c.finish_reason}] {c.text!r}")
+        generated = sum(len(c.token_ids) for c in completions)
+        steps = engine.stats.step_ms
+        layout = kv_format.page_layout(model.config.head_dim)
+        return {
+            "checkpoint": checkpoint, "kv_format": kv_format.name, "effective_bits": layout.effective_bits(),
+            "load_s": load_s, "ttft_cold_ms": cold_ms, "ttft_ms": [c.ttft_ms for c in completions],
+            "tpot_ms_p50": float(np.percentile(steps, 50)) if steps else None,
+            "tpot_ms_p99": float(np.percentile(steps, 99)) if steps else None,
+            "decode_steps": len(steps), "steps_per_segment": steps_per_segment,
+            "generated_tokens": generated, "tok_per_s": generated / seconds,
+            "cache_bytes": engine.cache_bytes, "weight_bytes": sum(accounting.weight_bytes(model.config, model.dtype).values()),
+            "compilations": engine.num_compilations, "implementation": dispatch.last_implementation("paged_attention"),
+            "device": jax.devices()[0].device_kind, "completions": [c.text for c in completions],
+        }
+
+    return work
+
+
+def read_text(path: str) -> str:
+    """Text of a UTF-8 file. Raises ValueError or OSError that name it."""
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not UTF-8") from None
+
+
+if __name__ == "__main__":
+    cli.main(decode)

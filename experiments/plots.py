@@ -1,0 +1,40 @@
+"""Plots of results. A result may hold a plot as a value: it is drawn into the output folder, and its file name takes its place."""
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+LABELS = {"effective_bits": "effective bits an element (codes, scales, offsets, promoted channels)",
+          "perplexity": "perplexity (teacher-forced through the cache)", "top1_agreement_pct": "top-1 agreement, %"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """One labelled point a row: `x` against `y`, keys of the rows."""
+
+    rows: list[dict]
+    x: str
+    y: str
+
+    def save(self, folder: pathlib.Path) -> str:
+        """Writes a PNG and returns its name."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        points = sorted((row[self.x], row[self.y], row["format"]) for row in self.rows)
+        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color="tab:blue")
+        for x, y, label in points:
+            axes.annotate(label, (x, y), textcoords="offset points", xytext=(6, 6))
+        axes.set(xscale="log", xlabel=LABELS.get(self.x, self.x), ylabel=LABELS.get(self.y, self.y))
+        ticks = [2, 3, 4, 6, 8, 16]
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.minorticks_off()
+        axes.margins(x=0.12, y=0.12)
+        axes.grid(alpha=0.3)
+        name = f"{self.y}_by_{self.x}.png"
+        figure.savefig(folder / name, dpi=150)
+        pyplot.close(figure)
+        return name

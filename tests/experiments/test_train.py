@@ -1,0 +1,127 @@
+"""`experiments.train` from the command line: a killed run resumes, settings cannot be mixed, the export loads, bad input."""
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import moejax
+from experiments import cli
+from experiments.train import train
+from moejax.tokenizer_training import train_bpe
+
+ROOT = pathlib.Path(__file__).parents[2]
+GIN = """
+train.model = @ModelConfig()
+ModelConfig.vocab_size = 300
+ModelConfig.hidden_size = 24
+ModelConfig.num_heads = 2
+ModelConfig.num_kv_heads = 1
+ModelConfig.head_dim = 16
+ModelConfig.qk_norm = "per_head"
+ModelConfig.tie_word_embeddings = True
+ModelConfig.max_position_embeddings = 64
+ModelConfig.layers = @repeat_layers()
+repeat_layers.num_layers = 2
+repeat_layers.layer = @LayerConfig()
+LayerConfig.mlp = @MoE()
+MoE.num_experts = 3
+MoE.moe_intermediate_size = 32
+MoE.rule = @RouterRule()
+RouterRule.num_experts_per_tok = 2
+RouterRule.norm_topk_prob = True
+TrainConfig.num_steps = 40
+TrainConfig.batch_size = 2
+TrainConfig.seq_len = 16
+TrainConfig.warmup_steps = 4
+TrainConfig.steps_per_call = 2
+TrainConfig.eval_every = 20
+TrainConfig.save_every = 2
+TrainConfig.dtype = "float32"
+"""
+TEXT = "the quick brown fox jumps over the lazy dog, again and again. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A gin file and prepared data."""
+    root = tmp_path_factory.mktemp("train")
+    (root / "run.gin").write_text(GIN)
+    prepared = root / "prepared"
+    prepared.mkdir()
+    tokenizer = train_bpe([TEXT], 300)
+    tokenizer.save(str(prepared / "tokenizer.json"))
+    (prepared / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": [0]}')
+    ids = np.asarray([0, *tokenizer.encode(TEXT).ids], "<u2")
+    ids.tofile(prepared / "train.bin")
+    ids[:100].tofile(prepared / "heldout_fox.bin")
+    (prepared / "data.json").write_text(json.dumps({"heldout_fox_tokens": 100, "heldout_fox_bytes": 300}))
+    return root
+
+
+def command(folder, run_dir, *flags):
+    return [sys.executable, "-m", "experiments.train", f"--gin_file={folder / 'run.gin'}", f"--data_dir={folder / 'prepared'}",
+            f"--run_dir={run_dir}", *flags]
+
+
+def run(folder, run_dir, *flags):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command(folder, run_dir, *flags), cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def metrics(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if "loss" in line}, [line for line in lines if "held_out_loss" in line]
+
+
+def test_a_killed_run_resumes_to_the_same_end_and_exports(folder, tmp_path):
+    whole = run(folder, tmp_path / "whole", f"--export_dir={tmp_path / 'export'}")
+    assert whole.returncode == 0, whole.stderr
+    result = json.loads(whole.stdout.splitlines()[-1])
+    assert result["steps"] == 40 and result["resumed_at"] == 0 and result["tok_per_s"] > 0
+
+    killed = subprocess.Popen(command(folder, tmp_path / "killed"), cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    newest = tmp_path / "killed" / "newest"
+    while not any(path.name.isdigit() for path in newest.glob("*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    again = run(folder, tmp_path / "killed")
+    assert again.returncode == 0, again.stderr
+    result = json.loads(again.stdout.splitlines()[-1])
+    assert result["steps"] == 40 and 0 < result["resumed_at"] < 40
+    (a, held_a), (b, held_b) = metrics(tmp_path / "whole"), metrics(tmp_path / "killed")
+    assert a[40] == b[40] and held_a[-1] == held_b[-1]
+
+    model, tokenizer = moejax.load(tmp_path / "export")
+    assert model.config.num_layers == 2 and tokenizer.eos_ids == (0,)
+    record = json.loads((tmp_path / "export" / "train_record.json").read_text())
+    assert record["exported"]["fox_perplexity"] > 1 and record["train_config"]["num_steps"] == 40
+
+    mixed = run(folder, tmp_path / "killed", "--learning_rate=0.5")
+    assert mixed.returncode == 2 and "train_config.learning_rate" in mixed.stderr
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--data_dir=/nowhere"], ["/nowhere/train.bin", "make data"]),
+    (["--num_steps=5"], ["num_steps=5", "multiple of steps_per_call=2"]),
+    (["--data_parallel=99"], ["99 devices"]),
+    (["--export_dir=."], ["export_dir=.", "exists"]),
+    (["--max_minutes=-1"], ["max_minutes=-1"]),
+    (["--gin=ModelConfig.vocab_size = 50"], ["token id", "vocab_size is 50"]),
+    (["--gin=ModelConfig.head_dim = 15"], ["head_dim=15"]),
+])
+def test_bad_input(folder, tmp_path, capsys, flags, words):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(train, argv=command(folder, tmp_path / "run", *flags)[3:])
+    out = capsys.readouterr()
+    assert exit_.value.code == 2 and out.out == ""
+    assert len(out.err.strip().splitlines()) == 1 and all(word in out.err for word in words), out.err
+    assert not (tmp_path / "run").exists()
