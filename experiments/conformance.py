@@ -1,4 +1,4 @@
-"""Do checkpoints give the logits and greedy tokens that they must? `python -m experiments.conformance --checkpoint=DIR DIR …`"""
+"""Do checkpoints give the logits and tokens that they must? `python -m experiments.conformance --checkpoint=DIR DIR …`"""
 from __future__ import annotations
 
 import dataclasses
@@ -11,9 +11,13 @@ from flax import nnx
 
 from experiments import cli
 from moejax import checkpoint as checkpoints
+from moejax.engine import Engine
 from moejax.model import Transformer, num_params
+from moejax.sampling import SamplingParams
+from pallas_kernels.kv_format import KVFormat
 
 GOLDEN = "golden.npz"
+EXACT_CACHE = KVFormat(k_bits=32, v_bits=32, page_size=32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +40,41 @@ class Golden:
             raise ValueError(f"{path}: must hold input_ids, logits and greedy_ids ({e})") from None
         ids, logits, greedy = found["input_ids"], found["logits"], found["greedy_ids"]
         if ids.ndim != 2 or logits.shape != (*ids.shape, vocab_size) or greedy.ndim != 2 or greedy.shape[0] != ids.shape[0]:
-            raise ValueError(f"{path}: {ids.shape=}, {logits.shape=}, {greedy.shape=}: must be [B, T], [B, T, {vocab_size}], [B, N]")
+            raise ValueError(f"{path}: {ids.shape=}, {logits.shape=}, {greedy.shape=}: "
+                             f"must be [B, T], [B, T, {vocab_size}], [B, N]")
         for name, array in (("input_ids", ids), ("greedy_ids", greedy)):
             if array.size and (array.min() < 0 or array.max() >= vocab_size):
                 raise ValueError(f"{path}: {name} has ids outside of the vocabulary of {vocab_size}")
         return cls(ids.astype(np.int32), logits.astype(np.float32), greedy.astype(np.int32))
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One checkpoint, opened and checked but not loaded, and what it must give."""
+
+    folder: str
+    source: checkpoints.HFSource | checkpoints.GGUFSource
+    golden: Golden
+
+    @classmethod
+    def open(cls, folder: str) -> Case:
+        """Raises as `checkpoint.load` and `Golden.read`."""
+        if not pathlib.Path(folder).is_dir():
+            raise FileNotFoundError(f"checkpoint={folder}: no such folder")
+        source = checkpoints.open_source(folder)
+        return cls(folder, source, Golden.read(pathlib.Path(folder) / GOLDEN, source.config.vocab_size))
+
+    def check_cacheable(self) -> None:
+        """Raises ValueError when a KV cache cannot serve the case."""
+        EXACT_CACHE.check_head_dim(self.source.config.head_dim)
+        length, limit = self.golden.input_ids.shape[1] + self.golden.greedy_ids.shape[1], self.source.config.max_cached_positions
+        if limit is not None and length > limit:
+            raise ValueError(f"checkpoint={self.folder}: dynamic RoPE is cached up to {limit} tokens, the case has {length}; "
+                             "leave out --paged_cache")
+
+
 @cli.configurable
-def conformance(checkpoint: list[str], tolerance: float = 2e-4) -> cli.Work:
+def conformance(checkpoint: list[str], tolerance: float = 2e-4, paged_cache: bool = False) -> cli.Work:
     """Compares checkpoints with the golden.npz beside them, in float32.
 
     Prints for each the largest logit error, the share of positions with the same top-1 token, and whether greedy decoding
@@ -53,47 +83,54 @@ def conformance(checkpoint: list[str], tolerance: float = 2e-4) -> cli.Work:
     Args:
       checkpoint: folders with a checkpoint and its golden.npz; arguments without a flag name are more of them.
       tolerance: largest accepted |logit error|.
+      paged_cache: decode through the engine with an exact (32-bit) paged KV cache too; its tokens must be the same.
     """
     if not checkpoint:
         raise ValueError("checkpoint=[]: name at least one folder")
     if not tolerance > 0:
         raise ValueError(f"{tolerance=}: must be above 0")
-    cases = []
-    for folder in checkpoint:
-        if not pathlib.Path(folder).is_dir():
-            raise FileNotFoundError(f"checkpoint={folder}: no such folder")
-        source = checkpoints.open_source(folder)
-        cases.append((folder, source, Golden.read(pathlib.Path(folder) / GOLDEN, source.config.vocab_size)))
+    cases = [Case.open(folder) for folder in checkpoint]
+    if paged_cache:
+        for case in cases:
+            case.check_cacheable()
 
     def work() -> dict:
-        results = [run_case(folder, source, golden, tolerance) for folder, source, golden in cases]
+        results = [run_case(case, tolerance, paged_cache) for case in cases]
         passed = all(r["passed"] for r in results)
         return {"tolerance": tolerance, "cases": results, "passed": passed, "exit_code": 0 if passed else 1}
 
     return work
 
 
-def run_case(folder: str, source, golden: Golden, tolerance: float) -> dict:
-    """Loads one checkpoint and compares it with its golden arrays."""
+def run_case(case: Case, tolerance: float, paged_cache: bool) -> dict:
+    """Loads one checkpoint, compares it with its golden arrays and prints one line."""
+    golden = case.golden
     with jax.default_matmul_precision("highest"):
-        model, _ = checkpoints.load_source(source, dtype=jnp.float32)
-        source.close()
+        model, _ = checkpoints.load_source(case.source, dtype=jnp.float32)
+        case.source.close()
         logits, greedy_ids = forward_and_greedy(model, golden.input_ids, golden.greedy_ids.shape[1])
+        cached_ids = paged_greedy(model, golden.input_ids, golden.greedy_ids.shape[1]) if paged_cache else None
     error = np.abs(logits - golden.logits)
     worst = float("inf") if np.isnan(error).any() else float(error.max())
-    greedy_match = bool((greedy_ids == golden.greedy_ids).all())
-    result = {
-        "checkpoint": folder,
-        "parameters": num_params(nnx.state(model)),
-        "max_abs_logit_error": worst,
-        "top1_agreement": float((logits.argmax(-1) == golden.logits.argmax(-1)).mean()),
-        "greedy_match": greedy_match,
-        "passed": worst <= tolerance and greedy_match,
-    }
-    print("{checkpoint}: {parameters:,} parameters, max |logit error| {max_abs_logit_error:.2e}, top-1 {top1_agreement:.4f}, "
-          "greedy {greedy}, {verdict}".format(**result, greedy="equal" if greedy_match else "DIFFERS",
-                                              verdict="pass" if result["passed"] else "FAIL"))
-    return result
+    top1 = float((logits.argmax(-1) == golden.logits.argmax(-1)).mean())
+    matches = {"greedy_match": bool(np.array_equal(greedy_ids, golden.greedy_ids))}
+    if paged_cache:
+        matches["paged_greedy_match"] = bool(np.array_equal(cached_ids, golden.greedy_ids))
+    passed = worst <= tolerance and all(matches.values())
+    parameters = num_params(nnx.state(model))
+    print(f"{case.folder}: {parameters:,} parameters, max |logit error| {worst:.2e}, top-1 {top1:.4f}, "
+          + "".join(f"{name} {value}, " for name, value in matches.items()) + ("pass" if passed else "FAIL"))
+    return {"checkpoint": case.folder, "parameters": parameters, "max_abs_logit_error": worst, "top1_agreement": top1, **matches,
+            "passed": passed}
+
+
+def paged_greedy(model: Transformer, input_ids: np.ndarray, steps: int) -> np.ndarray:
+    """The `steps` greedy tokens, int32 [B, steps], that the engine appends through an exact paged cache."""
+    length = input_ids.shape[1] + steps
+    pages = -(-length // EXACT_CACHE.page_size)
+    engine = Engine(model, kv_format=EXACT_CACHE, max_batch=len(input_ids), max_len=pages * EXACT_CACHE.page_size)
+    params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True)
+    return np.array([done.token_ids for done in engine.generate(input_ids.tolist(), params)], np.int32)
 
 
 def forward_and_greedy(model: Transformer, input_ids: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -25,8 +25,8 @@ def decode(
     prompt: list[str] = ["It is a truth universally acknowledged, that", "The function returns a new"],  # noqa: B006
     prompt_file: str | None = None,
     prompt_tokens: int | None = None,
-    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-    kv_format: KVFormat = KVFormat(),  # noqa: B008 (frozen)
+    sampling: SamplingParams = SamplingParams(),
+    kv_format: KVFormat = KVFormat(),
     num_samples: int = 1,
     max_batch: int = 8,
     max_len: int = 2048,

@@ -82,7 +82,8 @@ def fetch_smollm2(raw: pathlib.Path) -> pathlib.Path:
             with temporary.open("wb") as out:
                 shutil.copyfileobj(source, out)
         temporary.rename(target)
-    digest = hashlib.file_digest(target.open("rb"), "sha256").hexdigest()
+    with target.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SMOLLM2_SHA256:
         raise ValueError(f"{target}: sha256 is {digest}, expected {SMOLLM2_SHA256}; delete it and fetch again")
     return target
@@ -100,7 +101,7 @@ def prepare(raw: pathlib.Path, prepared: pathlib.Path, vocab_size: int) -> dict:
     files = find_texts(raw)
     if missing := sorted(set(MINIMUM_CHARS) - set(files)):
         raise ValueError(f"{raw}/unpacked lacks the texts {', '.join(missing)}")
-    texts = {"python_docs": corpus.info_to_text(gzip.open(files["python_docs"]).read().decode("utf-8", "ignore")),
+    texts = {"python_docs": corpus.info_to_text(gzip.decompress(files["python_docs"].read_bytes()).decode("utf-8", "ignore")),
              "austen": corpus.novels_to_text(corpus.rdb_strings(files["austen"].read_bytes()))}
     for name, text in texts.items():
         if len(text) < MINIMUM_CHARS[name]:

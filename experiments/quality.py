@@ -36,7 +36,7 @@ def quality(
     text: list[str] = ["data/heldout_python_docs.txt", "data/heldout_austen.txt"],  # noqa: B006 (never changed)
     k_bits: list[int] = [16, 4, 3, 2],  # noqa: B006
     v_bits: list[int] | None = None,
-    kv_format: KVFormat = KVFormat(),  # noqa: B008 (frozen)
+    kv_format: KVFormat = KVFormat(),
     formats: list[KVFormat] | None = None,
     context: int = 1024,
     windows: int = 4,

@@ -22,7 +22,7 @@ from moejax.gguf_checkpoint import GGUFSource
 from moejax.hf_config import to_hf
 from moejax.hf_tensors import INDEX, SINGLE, HFSource, source_of
 from moejax.model import Transformer, abstract, num_params
-from moejax.sharding import map_params, param_shardings, param_spec
+from moejax.sharding import make_mesh, map_params, param_shardings, param_spec
 from moejax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def restore_orbax(path: str | os.PathLike, *, mesh: Mesh | None = None) -> Trans
         saved = checkpointer.restore(path, ocp.args.Composite(config=ocp.args.JsonRestore())).config
         config = ModelConfig.from_dict(saved["model"])
         graphdef, shapes = abstract(config, dtype=saved["dtype"])
-        shardings = param_shardings(shapes, mesh or Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "expert", "tensor")))
+        shardings = param_shardings(shapes, mesh or make_mesh())
         restore_args = jax.tree.map(lambda s: ocp.ArrayRestoreArgs(sharding=s, strict=True), nnx.to_pure_dict(shardings))
         pure = checkpointer.restore(path, ocp.args.Composite(params=ocp.args.PyTreeRestore(
             item=nnx.to_pure_dict(shapes), restore_args=restore_args))).params

@@ -1,13 +1,14 @@
-"""What a Transformer is, as frozen values: no model names, no strings to parse. `moejax.hf_config` reads config.json into these."""
+"""What a Transformer is, as frozen values without model names. `moejax.hf_config` reads config.json into them."""
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pallas_kernels.fused_router import RouterRule
 
-HIDDEN_ACTS = ("silu", "gelu", "gelu_tanh", "relu", "quick_gelu")
+HiddenAct = Literal["silu", "gelu", "gelu_tanh", "relu", "quick_gelu"]
+HIDDEN_ACTS: tuple[HiddenAct, ...] = get_args(HiddenAct)
 QK_NORMS = ("none", "per_head", "full")
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -72,11 +73,11 @@ class RopeConfig:
             require_positive("RopeConfig.beta_fast", self.beta_fast)
             require_positive("RopeConfig.beta_slow", self.beta_slow)
         if self.kind == "llama3":
-            require_positive("RopeConfig.low_freq_factor", self.low_freq_factor)
-            require_positive("RopeConfig.high_freq_factor", self.high_freq_factor)
-            if self.high_freq_factor <= self.low_freq_factor:
-                raise ValueError(f"RopeConfig.high_freq_factor={self.high_freq_factor}: "
-                                 f"must exceed low_freq_factor={self.low_freq_factor}")
+            low, high = self.low_freq_factor, self.high_freq_factor
+            require_positive("RopeConfig.low_freq_factor", low)
+            require_positive("RopeConfig.high_freq_factor", high)
+            if low is None or high is None or high <= low:
+                raise ValueError(f"RopeConfig.high_freq_factor={high}: must exceed low_freq_factor={low}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ class ModelConfig:
     Attributes:
       vocab_size: rows of the embedding.
       hidden_size: model width D.
-      num_heads, num_kv_heads, head_dim: N, K, H. `num_heads` is a multiple of `num_kv_heads`; head_dim is even and free of the rest.
+      num_heads, num_kv_heads, head_dim: N, K, H. `num_heads` is a multiple of `num_kv_heads`; `head_dim` is even.
       layers: one entry a block; blocks may differ.
       max_position_embeddings: context length the model was made for, tokens.
       rms_norm_eps: epsilon of every RMSNorm.
@@ -169,7 +170,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     qk_norm: Literal["none", "per_head", "full"] = "none"
     clip_qkv: float | None = None
-    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "quick_gelu"] = "silu"
+    hidden_act: HiddenAct = "silu"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -187,6 +188,8 @@ class ModelConfig:
             raise ValueError(f"ModelConfig.num_heads={self.num_heads}: must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"ModelConfig.head_dim={self.head_dim}: must be even (RoPE turns pairs of channels)")
+        if self.rope.kind == "dynamic" and self.head_dim == 2:
+            raise ValueError("ModelConfig.head_dim=2: must be at least 4 with dynamic RoPE")
         if not isinstance(self.layers, tuple) or not self.layers:
             raise ValueError(f"ModelConfig.layers={self.layers!r}: must be a non-empty tuple of LayerConfig")
         if self.decodable_vocab_size is not None:

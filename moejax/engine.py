@@ -68,7 +68,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None = None, *, kv_format: KVFormat = KVFormat(),  # noqa: B008
+        self, model: Transformer, tokenizer: Tokenizer | None = None, *, kv_format: KVFormat = KVFormat(),
         max_batch: int = 8, max_len: int = 2048, num_pages: int | None = None, steps_per_segment: int = 16,
         calibration_tokens: Sequence[int] | None = None, implementation: str | None = None,
     ):
@@ -108,7 +108,7 @@ class Engine:
             self.config, self.kv_format, max_batch=self.max_batch, num_pages=self.num_pages).values())
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         *, num_samples: int = 1,
     ) -> list[Completion]:
         """Continues every prompt.

@@ -1,87 +1,23 @@
 """config.json of Hugging Face checkpoints <-> `ModelConfig`, for the families in `FAMILIES`.
 
 Semantics follow transformers' configuration and modeling files of each family. Numbers that shape the model must be in the
-file; switches that are absent get the family's own default, which is logged. A key that is neither read nor known to have no
-bearing on the forward pass is refused by name: a switch that is skipped gives fluent nonsense.
+file; switches that are absent get the family's own default, which is logged.
 """
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
-from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE, require_in, require_int
+from moejax.config import DenseMLP, HiddenAct, LayerConfig, ModelConfig, MoE, require_in
+from moejax.hf_fields import Fields
 from moejax.hf_rope import read_rope, write_rope
 from pallas_kernels.fused_router import RouterRule
 
-log = logging.getLogger(__name__)
-
-# Bookkeeping, training and generation settings: none changes what the forward pass computes.
-HARMLESS = frozenset("""
-    _name_or_path architectures attention_dropout dtype torch_dtype initializer_range output_router_logits router_aux_loss_coef
-    router_jitter_noise transformers_version use_cache model_type pretraining_tp return_dict return_dict_in_generate
-    output_attentions output_hidden_states output_scores torchscript use_bfloat16 chunk_size_feed_forward id2label label2id
-    num_labels problem_type tokenizer_class prefix task_specific_params finetuning_task do_sample temperature top_k top_p
-    typical_p num_beams num_beam_groups num_return_sequences diversity_penalty repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids early_stopping max_length min_length max_new_tokens
-    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
-    remove_invalid_values sep_token_id decoder_start_token_id pruned_heads tf_legacy_loss attn_implementation
-    _attn_implementation _attn_implementation_autoset _experts_implementation experts_implementation
-""".split())
-# Keys that other architectures read; fine as long as they say "off".
-OFF_ONLY = frozenset("""
-    quantization_config attention_bias mlp_bias qkv_bias clip_qkv use_sliding_window sliding_window layer_types
-    add_cross_attention is_decoder is_encoder_decoder cross_attention_hidden_size tie_encoder_decoder rope_scaling
-    per_layer_config auto_map
-""".split())
-ACTS = {
+ACTS: dict[str, HiddenAct] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "relu": "relu", "quick_gelu": "quick_gelu",
 }
-_REQUIRED = object()
-
-
-class Fields:
-    """The keys of a config.json; remembers which were read."""
-
-    def __init__(self, data: dict[str, Any]):
-        self.data, self.read = data, set()
-
-    def get(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """Value of the one setting that goes by any of `names`; absent and null give `default`, or an error without one."""
-        self.read.update(names)
-        found = {name: self.data[name] for name in names if self.data.get(name) is not None}
-        if not found:
-            if default is _REQUIRED:
-                raise ValueError(f"config.json: {names[0]} is missing")
-            return default
-        values = list(found.values())
-        if any(value != values[0] for value in values[1:]):
-            raise ValueError(f"config.json: {found} disagree")
-        return values[0]
-
-    def int(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
-        value = self.get(*names, default=default)
-        require_int(f"config.json: {names[0]}", value, least)
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name, default=None)
-        if value is None:
-            log.info("config.json has no %s: using the default of %s, %s", name, self.data["model_type"], default)
-            return default
-        if not isinstance(value, bool):
-            raise ValueError(f"config.json: {name}={value!r}: must be true or false")
-        return value
-
-    def finish(self) -> None:
-        """Raises ValueError naming every key that nothing has read."""
-        unread = set(self.data) - self.read - HARMLESS
-        on = sorted(name for name in unread if name not in OFF_ONLY or self.data[name] not in (None, False))
-        if on:
-            raise ValueError(f"config.json: model_type {self.data['model_type']} does not support "
-                             + ", ".join(f"{name}={self.data[name]!r}" for name in on))
 
 
 def from_hf(data: dict[str, Any]) -> ModelConfig:
@@ -276,7 +212,7 @@ def _write_experts(moe: MoE | None) -> dict[str, Any]:
 
 def _write_qwen(config: ModelConfig) -> dict[str, Any]:
     dense, moe = _first(config, DenseMLP), _first(config, MoE)
-    windows = {layer.sliding_window for layer in config.layers} - {None}
+    windows = [layer.sliding_window for layer in config.layers if layer.sliding_window is not None]
     return {
         **_write_experts(moe),
         "num_experts": moe.num_experts if moe else 0,

@@ -1,6 +1,12 @@
 """Settings of the whole suite. Warnings are errors (pyproject.toml)."""
-import jax
-import pytest
+import os
+
+# Most of the suite's time is compilation; unoptimised code halves it. Tests that need what users run ask for it
+# (compiler_options). Must precede the first import of jax; processes that tests start inherit it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Several devices, so that sharded code runs on any machine. Must precede the first use of a device.
 if jax.config.jax_platforms in (None, "", "cpu"):

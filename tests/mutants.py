@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,11 +28,52 @@ class Mutant:
     tests: str
 
 
-MUTANTS: tuple[Mutant, ...] = ()
+ATTENTION = "pallas_kernels/paged_attention/reference.py"
+PAGES = "pallas_kernels/close_page/reference.py"
+ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mixed_lengths"
+
+MUTANTS = (
+    Mutant("value scales used for keys", PAGES, 'plane.get("k_scales"), -2', 'plane["v_scales"][..., :layout.base_channels], -2',
+           "tests/pallas_kernels/test_close_page_reference.py"),
+    Mutant("scale and offset swapped", PAGES, "bits_to_float32(scales & 0xFFFF", "bits_to_float32(scales >> 16",
+           "tests/pallas_kernels/test_close_page_reference.py"),
+    Mutant("scale rounded down", "pallas_kernels/quantize.py", "/ steps, dtype, up=True", "/ steps, dtype, up=False",
+           "tests/pallas_kernels/test_quantize.py"),
+    Mutant("high bit of 3-bit codes one place low", "pallas_kernels/packing.py", ", 1) << 2)", ", 1) << 1)",
+           "tests/pallas_kernels/test_packing.py"),
+    Mutant("open page dropped but for the query", ATTENTION, "present = (positions < kv_lens[:, None]) &",
+           "present = (positions == kv_lens[:, None] - 1) &", ORACLE),
+    Mutant("wrong page", ATTENTION, "jnp.take(block_table, index, axis=1", "jnp.take(block_table, index + 1, axis=1", ORACLE),
+    Mutant("page read as closed while it is open", ATTENTION, "closed = jnp.maximum(kv_lens - 1, 0) // page_size",
+           "closed = kv_lens // page_size", ORACLE),
+    Mutant("uniform attention", ATTENTION, "jnp.where(seen, jnp.exp(scores - m[..., None]), 0.0)", "jnp.where(seen, 1.0, 0.0)",
+           ORACLE),
+    Mutant("window one token wide of the mark", ATTENTION, "seen &= distance < sliding_window", "seen &= distance <= sliding_window",
+           "tests/pallas_kernels/test_paged_attention_reference.py -k window"),
+    Mutant("unowned values not masked", ATTENTION, "jnp.where(present[:, None, :, None], v.astype(jnp.float32), 0.0)",
+           "v.astype(jnp.float32)", "tests/pallas_kernels/test_paged_attention_reference.py -k does_not_own"),
+    Mutant("next token visible", ATTENTION, "(distance >= 0)", "(distance >= -1)",
+           "tests/pallas_kernels/test_paged_attention_reference.py -k four_queries"),
+    Mutant("sinks counted twice", ATTENTION,
+           "(positions < (closed * page_size)[:, None]) & (positions >= kv_format.sink_tokens)",
+           "(positions < (closed * page_size)[:, None]) & (positions >= 0)", ORACLE),
+    Mutant("tiles overwrite the next expert", "pallas_kernels/grouped_matmul/reference.py", "jnp.where(inside, product,",
+           "jnp.where(inside | True, product,", "tests/pallas_kernels/test_grouped_matmul_reference.py -k left_over"),
+    Mutant("correction bias weighs", "pallas_kernels/fused_router/reference.py", "jnp.take_along_axis(scores_TE,",
+           "jnp.take_along_axis(choice_TE,", "tests/pallas_kernels/test_fused_router_reference.py -k correction"),
+    Mutant("page closed into the next place", "moejax/kv_cache.py", "index = jnp.maximum(ends - 1, 0) // page_size",
+           "index = ends // page_size", "tests/moejax/test_kv_cache.py"),
+    Mutant("router weights always normalised", "pallas_kernels/fused_router/reference.py", "if rule.norm_topk_prob:", "if True:",
+           "tests/pallas_kernels/test_fused_router_reference.py"),
+    Mutant("padding ids sampled", "moejax/sampling.py", "logits = jnp.where(decodable[None], logits, -jnp.inf)", "logits = logits",
+           "tests/moejax/test_sampling.py"),
+    Mutant("balance loss without its factor", "moejax/train.py", "return routing.router_logits.shape[-1] * jnp.sum(",
+           "return jnp.sum(", "tests/moejax/test_train.py -k by_hand"),
+)
 
 
 def run_tests(tree: pathlib.Path, tests: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
     return subprocess.run(command, cwd=tree, capture_output=True, text=True)
 
 
@@ -70,10 +112,10 @@ def main(names: list[str]) -> int:
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_tree(folder)
-        baseline = run_tests(tree, " ".join(dict.fromkeys(" ".join(m.tests for m in chosen).split())))
-        if baseline.returncode:
-            print(f"the tests fail without any mutant:\n{baseline.stdout[-2000:]}")
-            return 1
+        for tests in dict.fromkeys(m.tests for m in chosen):
+            if (baseline := run_tests(tree, tests)).returncode:
+                print(f"{tests} fails without any mutant:\n{baseline.stdout[-2000:]}")
+                return 1
         for mutant in chosen:
             why = survives(tree, mutant)
             print(f"{'caught' if why is None else 'SURVIVED'}  {mutant.name}{'' if why is None else ': ' + why}", flush=True)

@@ -26,6 +26,8 @@ TOLERANCES: dict[str, Tolerance] = {
     "matmul_bf16_output": Tolerance(2e-3, 2**-8, "the result is rounded once to bfloat16; inputs are the same rounded numbers"),
     "router_f32": Tolerance(1e-6, 2e-6, "a float32 product over 64 channels and one softmax, against float64"),
     "dequantize_f32": Tolerance(0.0, 3e-7, "scale * code + offset in float32, two roundings or one fused one, against float64"),
+    "logits_f32": Tolerance(
+        2e-4, 2e-5, "logits of size 10 of the same float32 model, with attention summed in another order and layers deep"),
     "train_loss_f32": Tolerance(
         1e-5, 1e-5, "the same float32 training step with its sums over the batch in another order, four steps of Adam later"),
     "decode_f32": Tolerance(
@@ -33,6 +35,9 @@ TOLERANCES: dict[str, Tolerance] = {
     "decode_bf16_kv": Tolerance(
         1e-2, 0.0, "float32 noise moves a key or value that lies on a rounding boundary by one bfloat16 step: one step in a key "
                    "channel 20 times as large as the others"),
+    "rope_frequencies": Tolerance(0.0, 1e-6, "a few float32 roundings, one after each step as in transformers, against float64"),
+    "model_f32": Tolerance(
+        2e-5, 2e-5, "the same float32 model with products summed in another order; logits of size 1, activations of a few units"),
 }
 
 

@@ -4,7 +4,10 @@ Each case becomes a folder with config.json, safetensors and golden.npz (input_i
 greedy_ids int32 [B, N]), computed by transformers in float32 on the CPU with eager attention, from the files just written.
 
 Needs torch and transformers, which the project itself does not:
-    python make_golden.py OUT_DIR [CASE ...]      # all cases, or those named; COMMITTED are the ones in this folder
+    python make_golden.py OUT_DIR [CASE ...]      # all cases, or those named
+
+COMMITTED are the cases kept in this folder. Beside them lie mixtral, qwen3_moe, qwen2_moe and olmoe, which an earlier script made
+with other seeds (plain settings, hidden size 64, 3 layers); they stay as they are.
 """
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.moejax import tiny
 
 LENGTHS = (70, 5, 33, 64, 31, 1, 65)
 PROMPTS = [tiny.prompt(n, seed=n) for n in LENGTHS]
-MIXED = [SamplingParams(max_tokens=20 + i, temperature=[0.0, 1.2][i % 2], top_p=0.95, seed=40 + i, ignore_eos=True)
+MIXED = [SamplingParams(max_tokens=20 + i, temperature=[1.2, 0.0][i % 2], top_p=0.95, seed=40 + i, ignore_eos=True)
          for i in range(len(PROMPTS))]
 
 
@@ -48,7 +48,7 @@ def poison(engine: Engine) -> None:
 
 def test_alone_is_not_trivial(alone):
     assert [len(t) for t in alone] == [p.max_tokens for p in MIXED]
-    assert all(len(set(t)) > 5 for t in alone)
+    assert all(len(set(t)) > 2 for t in alone) and len(set(alone[0])) > 8
 
 
 @pytest.mark.parametrize("order", [range(7), range(6, -1, -1), [3, 0, 6, 2, 5, 1, 4]], ids=["forward", "backward", "mixed"])
@@ -85,9 +85,9 @@ def test_seeds_decide_and_samples_share_pages(engine):
 
 
 def test_stop_ids_end_a_request_at_their_first_occurrence(engine, alone):
-    greedy = dataclasses.replace(MIXED[0], stop_token_ids=(alone[0][7], 99))
+    stopping = dataclasses.replace(MIXED[0], stop_token_ids=(alone[0][7], 99))
     first = alone[0].index(alone[0][7])
-    stopped, other = engine.generate([PROMPTS[0], PROMPTS[2]], [greedy, MIXED[2]])
+    stopped, other = engine.generate([PROMPTS[0], PROMPTS[2]], [stopping, MIXED[2]])
     assert stopped.token_ids == alone[0][:first + 1] and stopped.finish_reason == "stop"
     assert other.token_ids == alone[2] and other.finish_reason == "length"
 
