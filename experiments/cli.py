@@ -17,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import logging
+import logging.handlers
 import math
 import pathlib
 import sys
@@ -26,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
-from absl import flags, logging
+from absl import flags
 
 from experiments import results
 
@@ -58,12 +60,15 @@ def main(experiment: Callable[..., Work], *, positional: str | None = None, argv
     if any(a in ("-h", "--help", "-help", "--helpfull") for a in argv):
         print(f"{inspect.getdoc(experiment)}\n\nFlags:\n{flag_values.get_help()}")
         sys.exit(0)
-    logging.use_absl_handler()
+    log = buffered_log()
     try:
         work, output = build(experiment, parameters, flag_values, positional, argv)
     except (ValueError, NotImplementedError, OSError, SyntaxError, flags.Error) as e:
         print(f"error: {one_line(e)}", file=sys.stderr)
+        log.buffer.clear()
         sys.exit(2)
+    log.flush()
+    log.capacity = 0  # from here on at once
     result = work()
     exit_code = result.pop("exit_code", 0)
     for key, value in result.items():
@@ -76,6 +81,18 @@ def main(experiment: Callable[..., Work], *, positional: str | None = None, argv
     sys.exit(exit_code)
 
 
+def buffered_log() -> logging.handlers.MemoryHandler:
+    """Sends what moejax and pallas_kernels log to stderr, held back until it is known that the input is good."""
+    target = logging.StreamHandler(sys.stderr)
+    target.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, target=target)
+    for name in ("moejax", "pallas_kernels"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [handler]
+    return handler
+
+
 def build(experiment, parameters, flag_values, positional, argv) -> tuple[Work, results.Output | None]:
     """Parses flags and gin, calls the experiment. Raises what `main` turns into exit code 2."""
     rest = flag_values([experiment.__name__, *argv])[1:]
@@ -85,7 +102,8 @@ def build(experiment, parameters, flag_values, positional, argv) -> tuple[Work, 
     gin.clear_config()
     defaults = inspect.signature(experiment).parameters
     gin.parse_config([f"{experiment.__name__}.{name} = @{kind.__name__}()"
-                      for name, kind in dataclass_parameters(experiment).items() if defaults[name].default is not inspect.Parameter.empty])
+                      for name, kind in dataclass_parameters(experiment).items()
+                      if defaults[name].default is not inspect.Parameter.empty])
     for path in flag_values.gin_file:
         if not pathlib.Path(path).is_file():
             raise ValueError(f"--gin_file={path}: no such file")

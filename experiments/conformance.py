@@ -109,13 +109,13 @@ def run_case(case: Case, tolerance: float, paged_cache: bool) -> dict:
         model, _ = checkpoints.load_source(case.source, dtype=jnp.float32)
         case.source.close()
         logits, greedy_ids = forward_and_greedy(model, golden.input_ids, golden.greedy_ids.shape[1])
-        cached_ids = paged_greedy(model, golden.input_ids, golden.greedy_ids.shape[1]) if paged_cache else None
+        matches = {"greedy_match": bool(np.array_equal(greedy_ids, golden.greedy_ids))}
+        if paged_cache:
+            cached_ids = paged_greedy(model, golden.input_ids, golden.greedy_ids.shape[1])
+            matches["paged_greedy_match"] = bool(np.array_equal(cached_ids, golden.greedy_ids))
     error = np.abs(logits - golden.logits)
     worst = float("inf") if np.isnan(error).any() else float(error.max())
     top1 = float((logits.argmax(-1) == golden.logits.argmax(-1)).mean())
-    matches = {"greedy_match": bool(np.array_equal(greedy_ids, golden.greedy_ids))}
-    if paged_cache:
-        matches["paged_greedy_match"] = bool(np.array_equal(cached_ids, golden.greedy_ids))
     passed = worst <= tolerance and all(matches.values())
     parameters = num_params(nnx.state(model))
     print(f"{case.folder}: {parameters:,} parameters, max |logit error| {worst:.2e}, top-1 {top1:.4f}, "

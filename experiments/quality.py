@@ -155,7 +155,7 @@ class Bench:
     def score(self, kv_format: KVFormat, bar: tqdm) -> Scores:
         """Teacher-forced scores of every window, each from an empty cache."""
         spec, params = decode.split(self.model, kv_format)
-        transforms = calibration.key_transforms(spec, params, self.tail)
+        transforms = calibration.key_transforms(spec, params, self.tail.tolist())
         log_probs, top1 = [], []
         for window in np.concatenate(list(self.texts.values())):
             bar.set_description(kv_format.name)
@@ -169,7 +169,7 @@ class Bench:
         """Generates greedily after half a window, and times each token."""
         prompt = next(iter(self.texts.values()))[0, :self.context // 2]
         engine = Engine(self.model, self.tokenizer, kv_format=kv_format, max_batch=1, steps_per_segment=1,
-                        max_len=self.context // 2 + self.sample_tokens, calibration_tokens=self.tail)
+                        max_len=self.context // 2 + self.sample_tokens, calibration_tokens=self.tail.tolist())
         params = SamplingParams(max_tokens=self.sample_tokens, ignore_eos=True)
         engine.generate([prompt.tolist()], dataclasses.replace(params, max_tokens=3))  # compiles
         engine.stats.step_ms.clear()

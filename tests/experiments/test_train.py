@@ -1,5 +1,6 @@
 """`experiments.train` from the command line: a killed run resumes, settings cannot be mixed, the export loads, bad input."""
 import json
+import math
 import os
 import pathlib
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 import moejax
 from experiments import cli
-from experiments.train import train
+from experiments.train import Run, train
 from moejax.tokenizer_training import train_bpe
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,8 +110,30 @@ def test_a_killed_run_resumes_to_the_same_end_and_exports(folder, tmp_path):
     assert mixed.returncode == 2 and "train_config.learning_rate" in mixed.stderr
 
 
+def test_a_run_out_of_time_evaluates_saves_and_exports_where_it_stopped(folder, tmp_path, monkeypatch, capsys):
+    log = Run.log
+
+    def log_then_run_out(self, step, metrics, bar):
+        log(self, step, metrics, bar)
+        if step == 22:  # after the evaluation of step 20
+            self.deadline = -math.inf
+
+    monkeypatch.setattr(Run, "log", log_then_run_out)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(train, argv=command(folder, tmp_path / "run", "--max_minutes=5", f"--export_dir={tmp_path / 'export'}")[3:])
+    assert exit_.value.code == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["stopped_early"] and result["steps"] == 22
+    _, held_out = metrics(tmp_path / "run")
+    assert [line["step"] for line in held_out] == [20, 22]
+    assert result["fox_perplexity"] == held_out[-1]["fox_perplexity"]
+    assert (tmp_path / "run" / "newest" / "22").is_dir()
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--data_dir=/nowhere"], ["/nowhere/train.bin", "make data"]),
+    (["--seq_len=65"], ["seq_len=65", "max_position_embeddings=64"]),
     (["--num_steps=5"], ["num_steps=5", "multiple of steps_per_call=2"]),
     (["--data_parallel=99"], ["99 devices"]),
     (["--export_dir=."], ["export_dir=.", "exists"]),

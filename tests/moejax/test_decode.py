@@ -17,12 +17,13 @@ PAGE, SLOT = tiny.PAGE, 1
 PROMPT = tiny.prompt(70)
 DECODABLE = np.arange(tiny.VOCAB) < tiny.DECODABLE
 NO_STOP = jnp.full(decode.MAX_STOP_IDS, decode.NO_TOKEN, jnp.int32)
-WIDTHS = [KVFormat(k_bits=b, v_bits=b, page_size=PAGE) for b in (32, 16, 8, 4, 3, 2)]
+WIDTHS = [KVFormat(k_bits=b, v_bits=b, page_size=PAGE) for b in (8, 4, 3, 2)]
 
 
 @functools.cache
 def split(kv_format):
-    return decode.split(tiny.model(), kv_format)
+    """On the model of two layers, but for WIDTHS on the one of one layer: that compiles in half the time."""
+    return decode.split(tiny.model(1 if kv_format in WIDTHS else 2), kv_format)
 
 
 def fresh(kv_format, num_pages=tiny.NUM_PAGES, garbage=False):
@@ -86,7 +87,7 @@ def test_rounding_is_seen_by_the_tolerance():
     assert (error > t.atol + t.rtol * np.abs(tiny.full_logits(PROMPT, True))).any()
 
 
-@pytest.mark.parametrize("kv_format", [*WIDTHS, tiny.EVERYTHING], ids=lambda f: f.name)
+@pytest.mark.parametrize("kv_format", [tiny.EXACT, tiny.BF16, *WIDTHS, tiny.EVERYTHING], ids=lambda f: f.name)
 def test_prefill_in_chunks_gives_the_same_logits(kv_format):
     _, whole = prefill(kv_format, fresh(kv_format), PROMPT, chunk=1)
     for chunk in (7, PAGE - 1, PAGE, PAGE + 1, len(PROMPT)):
@@ -105,10 +106,10 @@ def test_decode_steps_give_what_prefill_gives(kv_format):
     assert again == tokens
 
 
-def test_fewer_bits_change_the_logits():
-    results = [prefill(f, fresh(f), PROMPT)[1][len(PROMPT)] for f in WIDTHS]
-    errors = [np.abs(r - results[0]).mean() for r in results[1:]]
-    assert 0 < errors[0] < errors[1] < errors[2] < errors[4] and errors[2] < errors[3]
+def test_fewer_bits_cost_more():
+    full = tiny.full_logits(PROMPT, num_layers=1)[-1]
+    errors = [np.abs(prefill(f, fresh(f), PROMPT)[1][len(PROMPT)] - full).mean() for f in WIDTHS]
+    assert 0 < errors[0] < errors[1] < errors[2] < errors[3]
 
 
 def test_score_piece_is_the_log_softmax_of_prefill():
@@ -142,8 +143,9 @@ def test_decode_step_is_one_step_of_generate():
 
 
 def test_the_state_is_donated_and_the_pool_is_not_copied():
-    spec, params = split(tiny.BF16)
-    state = fresh(tiny.BF16, num_pages=500)
+    kv_format = WIDTHS[0]
+    spec, params = split(kv_format)
+    state = fresh(kv_format, num_pages=2000)
     state_bytes = sum(a.nbytes for a in jax.tree.leaves(state))
     pool_bytes = sum(c.pages.nbytes for c in state.caches)
     piece = np.zeros(PAGE, np.int32)

@@ -19,8 +19,9 @@ CONFIG = ModelConfig(
     vocab_size=310, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, max_position_embeddings=128, rms_norm_eps=1e-6,
     rope=RopeConfig(theta=5000.0), layers=(LayerConfig(mlp=DenseMLP(intermediate_size=96)),) * 2, bos_token_id=0,
     eos_token_ids=(1,))
-NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+         "input_layernorm": "attn_norm",
          "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
          "lm_head": "output", "model.layers.": "blk."}
 
@@ -42,7 +43,7 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def write_gguf(path, model: Transformer, *, drop=(), extra=(), quantise=None, architecture="llama", pre="gpt-2", **settings) -> None:
+def write_gguf(path, model: Transformer, *, drop=(), extra=(), quantise=None, architecture="llama", pre="gpt-2", **settings):
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
@@ -156,8 +157,8 @@ def test_wrong_shape_and_truncation(tmp_path):
         load(tmp_path / "model.gguf")
     data = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "half.gguf").write_bytes(data[:len(data) // 2])
-    with pytest.raises(ValueError, match="half.gguf"):
+    with pytest.raises(ValueError, match=r"half\.gguf"):
         load(tmp_path / "half.gguf")
     (tmp_path / "text.gguf").write_text("hello")
-    with pytest.raises(ValueError, match="text.gguf"):
+    with pytest.raises(ValueError, match=r"text\.gguf"):
         load(tmp_path / "text.gguf")

@@ -128,7 +128,8 @@ def test_refused_by_name(family, changes, named):
 
 def test_off_switches_and_bookkeeping_are_accepted():
     plain = from_hf(CONFIGS["mixtral"])
-    assert from_hf(edited("mixtral", attention_bias=False, quantization_config=None, use_cache=True, router_aux_loss_coef=0.1)) == plain
+    harmless = {"attention_bias": False, "quantization_config": None, "use_cache": True, "router_aux_loss_coef": 0.1}
+    assert from_hf(edited("mixtral", **harmless)) == plain
 
 
 def test_config_that_no_family_expresses():

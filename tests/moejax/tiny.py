@@ -8,7 +8,8 @@ from flax import nnx
 
 from moejax.attention import causal_attention
 from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE
-from moejax.model import Transformer
+from moejax.model import Transformer, abstract
+from moejax.sharding import map_params
 from pallas_kernels.fused_router import RouterRule
 from pallas_kernels.kv_format import KVFormat
 
@@ -24,29 +25,32 @@ EVERYTHING = KVFormat(k_bits=3, v_bits=2, page_size=PAGE, sink_tokens=3, outlier
 
 
 @functools.cache
-def config() -> ModelConfig:
+def config(num_layers: int = 2) -> ModelConfig:
+    """A layer of experts and a dense one with a sliding window; one layer is the dense one, without a window."""
     rule = RouterRule(num_experts_per_tok=2)
+    layers = (LayerConfig(mlp=MoE(num_experts=5, moe_intermediate_size=24, rule=rule)),
+              LayerConfig(mlp=DenseMLP(intermediate_size=56), sliding_window=45 if num_layers > 1 else None))
     return ModelConfig(
         vocab_size=VOCAB, decodable_vocab_size=DECODABLE, hidden_size=40, num_heads=6, num_kv_heads=2, head_dim=16,
-        max_position_embeddings=512, qk_norm="per_head", attention_bias=True,
-        layers=(LayerConfig(mlp=MoE(num_experts=5, moe_intermediate_size=24, rule=rule)),
-                LayerConfig(mlp=DenseMLP(intermediate_size=56), sliding_window=45)))
+        max_position_embeddings=512, qk_norm="per_head", attention_bias=True, layers=layers[-num_layers:])
 
 
 @functools.cache
-def model() -> Transformer:
+def model(num_layers: int = 2) -> Transformer:
     """Weights wide enough that attention and routing decide the logits, and one key channel of 20 times the size of the others."""
-    m = Transformer(config(), rngs=nnx.Rngs(0))
+    graphdef, shapes = abstract(config(num_layers))
     rng = np.random.default_rng(0)
-    for path, leaf in nnx.to_flat_state(nnx.state(m, nnx.Param)):
-        shape = leaf[...].shape
-        std = 0.3 if len(shape) == 1 else 1.8 / shape[-1] ** 0.5
-        value = rng.normal(0, std, shape).astype(np.float32)
-        leaf[...] = jnp.asarray(1 + value if path[-1] == "scale" else value)
-    for block in m.blocks:
-        block.attention.k_norm.scale[...] = block.attention.k_norm.scale[...].at[5].mul(20)
-        block.attention.q_norm.scale[...] = block.attention.q_norm.scale[...].at[5].mul(0.1)
-    return m
+
+    def draw(path, leaf):
+        std = 0.3 if leaf.ndim == 1 else 1.8 / leaf.shape[-1] ** 0.5
+        value = rng.normal(0, std, leaf.shape).astype(np.float32)
+        if path[-1] != "scale":
+            return jnp.asarray(value)
+        if path[-2] in ("q_norm", "k_norm"):
+            value[5] = 19 if path[-2] == "k_norm" else -0.9
+        return jnp.asarray(1 + value)
+
+    return nnx.merge(graphdef, map_params(draw, shapes))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -54,12 +58,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @functools.cache
-def _full(round_kv: bool):
-    graphdef, params = nnx.split(model())
+def _full(round_kv: bool, num_layers: int):
+    graphdef, params = nnx.split(model(num_layers))
 
     def attend(layer, q, k, v):
         k, v = (jax.lax.reduce_precision(x, 8, 7) for x in (k, v))
-        return causal_attention(q, k, v, config().layers[layer].sliding_window)
+        return causal_attention(q, k, v, config(num_layers).layers[layer].sliding_window)
 
     @jax.jit
     def forward(tokens, length):
@@ -69,11 +73,11 @@ def _full(round_kv: bool):
     return forward
 
 
-def full_logits(tokens: list[int], round_kv: bool = False) -> np.ndarray:
+def full_logits(tokens: list[int], round_kv: bool = False, num_layers: int = 2) -> np.ndarray:
     """Logits [T, V] of the forward pass without a cache; `round_kv` rounds keys and values to bfloat16."""
     padded = np.zeros(FULL_LENGTH, np.int32)
     padded[:len(tokens)] = tokens
-    return np.asarray(_full(round_kv)(padded, np.int32(len(tokens))))[:len(tokens)]
+    return np.asarray(_full(round_kv, num_layers)(padded, np.int32(len(tokens))))[:len(tokens)]
 
 
 def full_greedy(tokens: list[int], count: int, round_kv: bool = False) -> list[int]:

@@ -1,0 +1,102 @@
+"""`experiments.prepare_data` on small packages made by hand: what it writes, no leakage, and what it refuses."""
+import gzip
+import json
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+from experiments import cli, prepare_data
+from moejax import data
+from tests.moejax.test_corpus import r_string, rdb_of
+
+VOCAB = 512
+
+
+def info(num_paragraphs: int) -> str:
+    """A GNU info file, every seventh paragraph of which repeats an earlier one."""
+    rng = np.random.default_rng(0)
+    words = np.array("print the list of open files and return a new object when called with no argument".split())
+    paragraphs = [" ".join(rng.choice(words, 120)) for _ in range(num_paragraphs)]
+    paragraphs = [paragraphs[i // 7] if i % 7 == 6 else p for i, p in enumerate(paragraphs)]
+    return "x.info\n\x1f\nFile: x.info,  Node: First,  Up: Top\n\n" + "\n\n".join(paragraphs) + "\n"
+
+
+def novel() -> bytes:
+    lines = [line for i in range(1500) for line in (f"It is a truth, number {i}, that a man", "must be in want of a wife.", "")]
+    return b"".join(r_string(line) for line in lines)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """data_dir with both texts unpacked."""
+    unpacked = tmp_path / "raw" / "unpacked"
+    (unpacked / "info").mkdir(parents=True)
+    (unpacked / "info" / "python3.99.info.gz").write_bytes(gzip.compress(info(1500).encode()))
+    (unpacked / "janeaustenr" / "data").mkdir(parents=True)
+    (unpacked / "janeaustenr" / "data" / "Rdata.rdb").write_bytes(rdb_of(novel()))
+    monkeypatch.setattr(prepare_data, "MINIMUM_CHARS", {"python_docs": 100_000, "austen": 50_000})
+    return tmp_path
+
+
+def paragraphs(text: str) -> set[str]:
+    return {" ".join(p.split()) for p in re.split(r"\n\s*\n", text) if p.strip()}
+
+
+def refused(folder, capsys, *flags) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(prepare_data.prepare_data, argv=[f"--data_dir={folder}", *flags])
+    out = capsys.readouterr()
+    assert exit_.value.code == 2 and out.out == ""
+    assert len(out.err.strip().splitlines()) == 1
+    return out.err
+
+
+def test_files_hold_the_texts_and_share_no_paragraph(folder):
+    record = prepare_data.prepare_data(str(folder), vocab_size=VOCAB, fetch=False)()
+    prepared = folder / "prepared"
+    tokenizer = tokenizers.Tokenizer.from_file(str(prepared / "tokenizer.json"))
+
+    def decode(name: str) -> str:
+        """Text of a token file, and a check that its count and its separators are as recorded."""
+        tokens = data.read_tokens(prepared / f"{name}.bin", VOCAB)
+        assert len(tokens) == record[f"{name}_tokens"] and tokens[0] == 0
+        return tokenizer.decode(tokens.tolist())
+
+    training = paragraphs(decode("train"))
+    for name in ("heldout_python_docs", "heldout_austen"):
+        text = (prepared / f"{name}.txt").read_text()
+        assert decode(name) == text and len(text.encode()) == record[f"{name}_bytes"]
+        assert paragraphs(text) and not paragraphs(text) & training
+    everything = training | paragraphs(decode("heldout_python_docs")) | paragraphs(decode("heldout_austen"))
+    assert {f"It is a truth, number {i}, that a man must be in want of a wife." for i in range(1500)} <= everything
+    assert json.loads((prepared / "data.json").read_text()) == record
+
+
+def test_preparing_again_gives_the_same_bytes(folder):
+    def files() -> dict[str, bytes]:
+        prepare_data.prepare_data(str(folder), vocab_size=VOCAB, fetch=False)()
+        return {path.name: path.read_bytes() for path in (folder / "prepared").iterdir()}
+
+    assert files() == files()
+
+
+@pytest.mark.parametrize("size", [100, 70000])
+def test_a_vocabulary_that_cannot_be_is_refused(folder, capsys, size):
+    assert f"vocab_size={size}: must be between 512 and 65536" in refused(folder, capsys, f"--vocab_size={size}")
+
+
+def test_without_apt_get_a_missing_text_is_named(folder, capsys, monkeypatch):
+    (folder / "raw" / "unpacked" / "janeaustenr" / "data" / "Rdata.rdb").unlink()
+    monkeypatch.setattr(prepare_data.shutil, "which", lambda name: None)
+    message = refused(folder, capsys)
+    assert "austen" in message and "apt-get" in message and "python_docs" not in message
+    assert "austen" in refused(folder, capsys, "--nofetch")
+    assert not (folder / "prepared").exists()
+
+
+def test_a_text_that_shrank_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(prepare_data, "MINIMUM_CHARS", {"python_docs": 10_000_000, "austen": 50_000})
+    with pytest.raises(ValueError, match="python3.99.info.gz: .* characters of text, expected at least 10000000"):
+        prepare_data.prepare_data(str(folder), vocab_size=VOCAB, fetch=False)()
