@@ -89,7 +89,7 @@ def buffered_log() -> logging.handlers.MemoryHandler:
     for name in ("moejax", "pallas_kernels"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
-        logger.handlers = [handler]
+        logger.handlers, logger.propagate = [handler], False
     return handler
 
 

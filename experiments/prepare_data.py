@@ -40,9 +40,12 @@ def prepare_data(data_dir: str = "data", vocab_size: int = 4096, fetch: bool = T
     raw, prepared = pathlib.Path(data_dir) / "raw", pathlib.Path(data_dir) / "prepared"
     if not 512 <= vocab_size <= 65536:
         raise ValueError(f"vocab_size={vocab_size}: must be between 512 and 65536")
-    if fetch and not shutil.which("apt-get") and not find_texts(raw):
-        raise ValueError("fetching the texts needs apt-get (they are Debian packages); on another system put the unpacked "
-                         f"packages {', '.join(TEXT_PACKAGES)} under {raw}/unpacked and pass --nofetch")
+    missing = missing_texts(raw)
+    if missing and not fetch:
+        raise ValueError(f"{raw}/unpacked lacks the texts {', '.join(missing)}, and --nofetch forbids to fetch them")
+    if missing and not shutil.which("apt-get"):
+        raise ValueError(f"fetching the texts {', '.join(missing)} needs apt-get (they are Debian packages); on another system "
+                         f"put the unpacked packages {', '.join(TEXT_PACKAGES)} under {raw}/unpacked")
 
     def work() -> dict:
         raw.mkdir(parents=True, exist_ok=True)
@@ -62,9 +65,14 @@ def find_texts(raw: pathlib.Path) -> dict[str, pathlib.Path]:
     return {name: path for name, path in found.items() if path is not None}
 
 
+def missing_texts(raw: pathlib.Path) -> list[str]:
+    """Names of the texts that do not lie there."""
+    return sorted(set(MINIMUM_CHARS) - set(find_texts(raw)))
+
+
 def fetch_texts(raw: pathlib.Path) -> None:
     """Downloads and unpacks the Debian packages, unless they are there."""
-    if len(find_texts(raw)) == len(MINIMUM_CHARS):
+    if not missing_texts(raw):
         return
     for package in TEXT_PACKAGES:
         run(["apt-get", "download", package], cwd=raw)
@@ -98,9 +106,9 @@ def run(command: list[str], cwd: pathlib.Path | None = None) -> None:
 
 def prepare(raw: pathlib.Path, prepared: pathlib.Path, vocab_size: int) -> dict:
     """Texts -> tokenizer and token files. Returns the record that also goes to prepared/data.json."""
-    files = find_texts(raw)
-    if missing := sorted(set(MINIMUM_CHARS) - set(files)):
+    if missing := missing_texts(raw):
         raise ValueError(f"{raw}/unpacked lacks the texts {', '.join(missing)}")
+    files = find_texts(raw)
     texts = {"python_docs": corpus.info_to_text(gzip.decompress(files["python_docs"].read_bytes()).decode("utf-8", "ignore")),
              "austen": corpus.novels_to_text(corpus.rdb_strings(files["austen"].read_bytes()))}
     for name, text in texts.items():

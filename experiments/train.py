@@ -53,6 +53,8 @@ def train(
     corpus = Corpus(pathlib.Path(data_dir), model.vocab_size, train_config.seq_len)
     if export_dir is not None and pathlib.Path(export_dir).exists():
         raise ValueError(f"export_dir={export_dir}: exists already")
+    if train_config.seq_len > model.max_position_embeddings:
+        raise ValueError(f"seq_len={train_config.seq_len}: the model has max_position_embeddings={model.max_position_embeddings}")
     if max_minutes is not None and max_minutes <= 0:
         raise ValueError(f"max_minutes={max_minutes}: must be positive")
     if max_steps is not None and (max_steps < 1 or max_steps % train_config.steps_per_call):
@@ -118,19 +120,20 @@ class Run:
         state = self.trainer.init() if state is None else state
         size = num_params(state.params)
         print(f"{size:,} parameters, {len(self.corpus.tokens):,} training tokens, from step {resumed_at}", file=sys.stderr)
-        started, step, held_out = time.monotonic(), resumed_at, {}
+        started, step, held_out, evaluated_at = time.monotonic(), resumed_at, {}, -1
         with tqdm(total=self.stop_at, initial=step, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
             while step < self.stop_at and time.monotonic() < self.deadline:
                 state, metrics = self.trainer.run(state, self.batches(step))
                 step += config.steps_per_call
                 self.log(step, {name: float(values.mean()) for name, values in jax.device_get(metrics).items()}, bar)
-                if step % config.eval_every == 0 or step == self.stop_at:
-                    held_out = self.evaluate(state, step)
+                if step % config.eval_every == 0:
+                    held_out, evaluated_at = self.evaluate(state, step), step
                 if step % config.save_every == 0:
                     self.checkpoints.save(state)
         seconds = time.monotonic() - started
         self.checkpoints.save(state)
-        held_out = held_out or self.evaluate(state, step)
+        if evaluated_at != step:
+            held_out = self.evaluate(state, step)
         result = {"steps": step, "resumed_at": resumed_at, "parameters": size, "train_s": seconds,
                   "tokens": (step - resumed_at) * config.batch_size * config.seq_len, "best_held_out_loss": self.best_loss,
                   "stopped_early": step < self.stop_at, **held_out}

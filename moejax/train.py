@@ -74,9 +74,12 @@ class TrainConfig:
         require_int("TrainConfig.seed", self.seed, least=0)
         for name in ("learning_rate", "final_learning_rate", "clip_norm"):
             require_positive(f"TrainConfig.{name}", getattr(self, name))
-        for name in ("weight_decay", "balance_loss", "z_loss", "beta1", "beta2"):
+        for name in ("weight_decay", "balance_loss", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"TrainConfig.{name}={getattr(self, name)!r}: must be a number of at least 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"TrainConfig.{name}={getattr(self, name)!r}: must be at least 0 and below 1")
         require_in("TrainConfig.dtype", self.dtype, ("bfloat16", "float32"))
         if self.warmup_steps >= self.num_steps:
             raise ValueError(f"TrainConfig.warmup_steps={self.warmup_steps}: must be below num_steps={self.num_steps}")
@@ -249,6 +252,9 @@ class Checkpoints:
 
     def save_best(self, state: TrainState, loss: float) -> None:
         """Replaces the best parameters."""
+        for later in self.best.all_steps():  # Orbax skips, silently, a step not above the newest: a resumed run may come back here
+            if later >= int(state.step):
+                self.best.delete(later)
         self.best.save(int(state.step), args=ocp.args.Composite(
             params=ocp.args.StandardSave(_pure(state.params)), loss=ocp.args.JsonSave({"loss": loss})))
 

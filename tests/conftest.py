@@ -5,8 +5,8 @@ import os
 # (compiler_options). Must precede the first import of jax; processes that tests start inherit it.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 # Several devices, so that sharded code runs on any machine. Must precede the first use of a device.
 if jax.config.jax_platforms in (None, "", "cpu"):

@@ -12,6 +12,7 @@ from moejax import data
 from tests.moejax.test_corpus import r_string, rdb_of
 
 VOCAB = 512
+NOVEL_PARAGRAPHS = 8000  # enough blocks that one of them is held out
 
 
 def info(num_paragraphs: int) -> str:
@@ -24,7 +25,7 @@ def info(num_paragraphs: int) -> str:
 
 
 def novel() -> bytes:
-    lines = [line for i in range(1500) for line in (f"It is a truth, number {i}, that a man", "must be in want of a wife.", "")]
+    lines = [line for i in range(NOVEL_PARAGRAPHS) for line in (f"It is a truth, number {i}, that a man", "must be in want of a wife.", "")]
     return b"".join(r_string(line) for line in lines)
 
 
@@ -70,7 +71,7 @@ def test_files_hold_the_texts_and_share_no_paragraph(folder):
         assert decode(name) == text and len(text.encode()) == record[f"{name}_bytes"]
         assert paragraphs(text) and not paragraphs(text) & training
     everything = training | paragraphs(decode("heldout_python_docs")) | paragraphs(decode("heldout_austen"))
-    assert {f"It is a truth, number {i}, that a man must be in want of a wife." for i in range(1500)} <= everything
+    assert {f"It is a truth, number {i}, that a man must be in want of a wife." for i in range(NOVEL_PARAGRAPHS)} <= everything
     assert json.loads((prepared / "data.json").read_text()) == record
 
 
