@@ -44,8 +44,8 @@ def prepare_data(data_dir: str = "data", vocab_size: int = 4096, fetch: bool = T
     if missing and not fetch:
         raise ValueError(f"{raw}/unpacked lacks the texts {', '.join(missing)}, and --nofetch forbids to fetch them")
     if missing and not shutil.which("apt-get"):
-        raise ValueError(f"fetching the texts {', '.join(missing)} needs apt-get (they are Debian packages); on another system "
-                         f"put the unpacked packages {', '.join(TEXT_PACKAGES)} under {raw}/unpacked")
+        raise ValueError(f"fetching the texts {', '.join(missing)} needs apt-get (they are Debian packages); on another "
+                         f"system put the unpacked packages {', '.join(TEXT_PACKAGES)} under {raw}/unpacked")
 
     def work() -> dict:
         raw.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,8 @@ def train(
     if export_dir is not None and pathlib.Path(export_dir).exists():
         raise ValueError(f"export_dir={export_dir}: exists already")
     if train_config.seq_len > model.max_position_embeddings:
-        raise ValueError(f"seq_len={train_config.seq_len}: the model has max_position_embeddings={model.max_position_embeddings}")
+        raise ValueError(f"seq_len={train_config.seq_len}: the model has "
+                         f"max_position_embeddings={model.max_position_embeddings}")
     if max_minutes is not None and max_minutes <= 0:
         raise ValueError(f"max_minutes={max_minutes}: must be positive")
     if max_steps is not None and (max_steps < 1 or max_steps % train_config.steps_per_call):

@@ -252,7 +252,7 @@ class Checkpoints:
 
     def save_best(self, state: TrainState, loss: float) -> None:
         """Replaces the best parameters."""
-        for later in self.best.all_steps():  # Orbax skips, silently, a step not above the newest: a resumed run may come back here
+        for later in self.best.all_steps():  # a resumed run may come back to an earlier step, which Orbax would silently skip
             if later >= int(state.step):
                 self.best.delete(later)
         self.best.save(int(state.step), args=ocp.args.Composite(
