@@ -1,11 +1,12 @@
 """Greedy decode speed at batch 1, beside Hugging Face transformers, in one run on one machine.
 
-    python -m tests.bench.bench_transformers --gguf=PATH/MODEL.gguf --python=VENV/bin/python [--context=512] [--steps=128] [--rounds=3]
+    python -m tests.bench.bench_transformers --gguf=PATH/MODEL.gguf --python=VENV/bin/python [--context=512] [--steps=128]
 
 `--python` is an interpreter with torch, transformers and gguf. Both sides are loaded first and then take turns, round by round;
 while one runs the other waits. transformers runs its default for a GGUF file (weights left packed), and dense float32 and
 bfloat16; the best of the three is what moejax is compared with. Times are of one token: for transformers one forward pass and
-argmax with the cache, for moejax the engine's steps. The last line is one JSON object.
+argmax with the cache, for moejax the engine's steps. Ratios are of medians; p5 says what a machine that is busy with other
+things hides. The last line is one JSON object.
 """
 import argparse
 import json
@@ -50,7 +51,7 @@ def compare(args) -> None:
         other.stdin.close()
         other.wait()
     result = {f"{name}_ms_p50": statistics.median(t) for name, t in times.items()}
-    result |= {f"{name}_ms_p99": sorted(t)[int(len(t) * 0.99)] for name, t in times.items()}
+    result |= {f"{name}_ms_p{q}": sorted(t)[int(len(t) * q / 100)] for name, t in times.items() for q in (5, 99)}
     for name, value in sorted(result.items()):
         print(f"{name:40} {value:8.2f}")
     best = min((v for k, v in result.items() if k.startswith("transformers") and k.endswith("p50")), default=None)

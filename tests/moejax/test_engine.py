@@ -151,7 +151,7 @@ def test_bad_engines_are_refused_by_name(kwargs, words):
 def test_positions_that_dynamic_rope_cannot_cache_are_refused():
     config = dataclasses.replace(tiny.config(), rope=RopeConfig(kind="dynamic", factor=2.0), max_position_embeddings=100)
     model = Transformer(config, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="max_len=128.*'dynamic'.*max_position_embeddings=100"):
+    with pytest.raises(ValueError, match=r"max_len=128.*'dynamic'.*max_position_embeddings=100"):
         new_engine(model)
 
 

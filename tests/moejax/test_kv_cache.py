@@ -44,7 +44,8 @@ def close(caches, where, kv_format):
     return kv_cache.close_filled(caches, Placement(**where), kv_format=kv_format)
 
 
-@pytest.mark.parametrize("T, kv_lens, q_lens", [(1, [0, 40, 31], [1, 1, 0]), (8, [1, 56, 64], [8, 5, 2]), (32, [0, 32, 0], [32, 1, 0])])
+@pytest.mark.parametrize("T, kv_lens, q_lens", [
+    (1, [0, 40, 31], [1, 1, 0]), (8, [1, 56, 64], [8, 5, 2]), (32, [0, 32, 0], [32, 1, 0])])
 def test_append_writes_these_tokens_and_nothing_else(T, kv_lens, q_lens):
     cache, rng = filled_cache(FORMAT), np.random.default_rng(1)
     k, v = rng.normal(size=(2, B, T, K, H)).astype(np.float32)

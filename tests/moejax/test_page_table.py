@@ -44,7 +44,7 @@ def test_refusals():
     table = page_table.append(page_table.allocate(empty(), 0, MAX_LEN), 0, MAX_LEN)
     with pytest.raises(OutOfPages, match=r"slot 1 needs 3 more pages.*2 of 7 are free"):
         page_table.allocate(table, 1, 3 * PAGE)
-    with pytest.raises(ValueError, match="num_tokens=24.*at most 20"):
+    with pytest.raises(ValueError, match=r"num_tokens=24.*at most 20"):
         page_table.allocate(table, 0, MAX_LEN + PAGE)
     with pytest.raises(ValueError, match="0 are allocated"):
         page_table.append(table, 1, PAGE)

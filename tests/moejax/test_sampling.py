@@ -44,7 +44,8 @@ def oracle(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
 
 
 @pytest.mark.parametrize("fields", [
-    {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 100}, {"top_p": 1e-6}, {"top_p": 0.5}, {"top_p": 0.97}, {"min_p": 0.1}, {"min_p": 1.0},
+    {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 100}, {"top_p": 1e-6}, {"top_p": 0.5}, {"top_p": 0.97}, {"min_p": 0.1},
+    {"min_p": 1.0},
     {"top_k": 7, "top_p": 0.8, "min_p": 0.05}, {"temperature": 0.3, "top_p": 0.9}, {"temperature": 4.0, "top_k": 9, "min_p": 0.3},
 ])
 def test_filters_equal_those_of_a_sort(fields):
@@ -109,7 +110,8 @@ def test_extreme_temperatures_stay_finite():
 
 
 @pytest.mark.parametrize("fields, words", [
-    ({"max_tokens": 0}, "max_tokens=0"), ({"temperature": -1.0}, "temperature=-1.0"), ({"temperature": float("nan")}, "temperature=nan"),
+    ({"max_tokens": 0}, "max_tokens=0"), ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"temperature": float("nan")}, "temperature=nan"),
     ({"temperature": float("inf")}, "temperature=inf"), ({"top_k": -1}, "top_k=-1"), ({"top_p": 0.0}, "top_p=0.0"),
     ({"top_p": 1.5}, "top_p=1.5"), ({"min_p": -0.1}, "min_p=-0.1"), ({"seed": -1}, "seed=-1"), ({"seed": 2**31}, "seed=2147483648"),
     ({"stop_token_ids": (-2,)}, "stop_token_ids=-2"), ({"max_tokens": 2.5}, "max_tokens=2.5"), ({"top_p": True}, "top_p=True"),
