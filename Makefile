@@ -21,11 +21,11 @@ demo: $(VENV)/.installed
 	$(PY) -m experiments.quality --gin_file=configs/runs/demo.gin --checkpoint=$(CHECKPOINT) --output_dir=$(OUT)/demo
 
 test: lint $(VENV)/.installed
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist loadfile --durations=20
 	$(PY) -m tests.mutants
 
 test-fast: $(VENV)/.installed
-	$(PY) -m pytest -n 2 -m "not slow"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow"
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

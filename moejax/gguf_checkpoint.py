@@ -50,6 +50,13 @@ _PRE_TOKENIZERS = {
 _SPECIAL, _UNUSED = (gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN), (gguf.TokenType.UNUSED,)
 
 
+class _Reader(gguf.GGUFReader):
+    """Holds the file as a plain array over the same mapping: slices of a memmap, one a token of the vocabulary, take 5 s more."""
+
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+
 class GGUFSource:
     """An opened GGUF file: config read, every tensor accounted for. Same interface as `hf_tensors.HFSource`.
 
@@ -60,7 +67,7 @@ class GGUFSource:
     def __init__(self, path: pathlib.Path):
         self.path = path
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader = _Reader(path)
         except (ValueError, IndexError, KeyError) as e:
             raise ValueError(f"{path}: not a whole GGUF file ({e})") from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}

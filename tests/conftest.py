@@ -1,9 +1,13 @@
 """Settings of the whole suite. Warnings are errors (pyproject.toml)."""
 import os
+import pathlib
 
 # Most of the suite's time is compilation; unoptimised code halves it. Tests that need what users run ask for it
 # (compiler_options). Must precede the first import of jax; processes that tests start inherit it.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+# Workers, the processes that tests start, and the mutants share what they compile.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax
 import pytest

@@ -6,6 +6,7 @@ green, or whose text is no longer found exactly once, is a failure of this scrip
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import shlex
 import shutil
@@ -74,7 +75,8 @@ MUTANTS = (
 
 def run_tests(tree: pathlib.Path, tests: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax")}
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
 
 
 def copy_tree(folder: str) -> pathlib.Path:
