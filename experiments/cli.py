@@ -14,6 +14,7 @@ of a parameter that is a dataclass (`kv_format: KVFormat` gives `--k_bits`). Fla
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -24,7 +25,7 @@ import pathlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gin
@@ -60,16 +61,16 @@ def main(experiment: Callable[..., Work], *, positional: str | None = None, argv
     if any(a in ("-h", "--help", "-help", "--helpfull") for a in argv):
         print(f"{inspect.getdoc(experiment)}\n\nFlags:\n{flag_values.get_help()}")
         sys.exit(0)
-    log = buffered_log()
-    try:
-        work, output = build(experiment, parameters, flag_values, positional, argv)
-    except (ValueError, NotImplementedError, OSError, SyntaxError, flags.Error) as e:
-        print(f"error: {one_line(e)}", file=sys.stderr)
-        log.buffer.clear()
-        sys.exit(2)
-    log.flush()
-    log.capacity = 0  # from here on at once
-    result = work()
+    with buffered_log() as log:
+        try:
+            work, output = build(experiment, parameters, flag_values, positional, argv)
+        except (ValueError, NotImplementedError, OSError, SyntaxError, flags.Error) as e:
+            print(f"error: {one_line(e)}", file=sys.stderr)
+            log.buffer.clear()
+            sys.exit(2)
+        log.flush()
+        log.capacity = 0  # from here on at once
+        result = work()
     exit_code = result.pop("exit_code", 0)
     for key, value in result.items():
         if hasattr(value, "save"):  # a plot
@@ -81,16 +82,21 @@ def main(experiment: Callable[..., Work], *, positional: str | None = None, argv
     sys.exit(exit_code)
 
 
-def buffered_log() -> logging.handlers.MemoryHandler:
+@contextlib.contextmanager
+def buffered_log() -> Iterator[logging.handlers.MemoryHandler]:
     """Sends what moejax and pallas_kernels log to stderr, held back until it is known that the input is good."""
     target = logging.StreamHandler(sys.stderr)
     target.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     handler = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, target=target)
-    for name in ("moejax", "pallas_kernels"):
-        logger = logging.getLogger(name)
+    loggers = [logging.getLogger(name) for name in ("moejax", "pallas_kernels")]
+    for logger in loggers:
         logger.setLevel(logging.INFO)
         logger.handlers, logger.propagate = [handler], False
-    return handler
+    try:
+        yield handler
+    finally:
+        for logger in loggers:
+            logger.handlers, logger.propagate = [], True
 
 
 def build(experiment, parameters, flag_values, positional, argv) -> tuple[Work, results.Output | None]:

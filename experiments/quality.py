@@ -9,6 +9,7 @@ import dataclasses
 import math
 import sys
 import time
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -23,11 +24,33 @@ from moejax.model import Transformer
 from moejax.sampling import SamplingParams
 from moejax.tokenizer import Tokenizer
 from pallas_kernels import dispatch
-from pallas_kernels.kv_format import KVFormat
+from pallas_kernels.kv_format import KVFormat, RangeRule, Rotation
 
 CALIBRATION_TOKENS = 2048
 COLUMNS = {"format": "", "effective_bits": ".3f", "effective_bits_at_context": ".3f", "cache_bytes_per_token": ",.0f",
            "perplexity": ".3f", "top1_agreement_pct": ".2f", "tpot_ms_p50": ".2f", "tpot_ms_p99": ".2f"}
+
+cli.register(KVFormat)  # for quality.formats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """What the compared formats have in common: the fields of `KVFormat` other than the bits. Checked there, at each width."""
+
+    page_size: int = 128
+    sink_tokens: int = 0
+    outlier_channels: int = 0
+    outlier_bits: int = 8
+    k_range: RangeRule = "minmax"
+    v_range: RangeRule = "minmax"
+    k_rotation: Rotation = "none"
+    v_rotation: Rotation = "none"
+    scale_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+    def at(self, k_bits: int, v_bits: int) -> KVFormat:
+        """The format of these widths; channels are only promoted where `outlier_bits` exceeds `k_bits`."""
+        promoted = self.outlier_channels if self.outlier_bits > k_bits else 0
+        return KVFormat(k_bits=k_bits, v_bits=v_bits, **{**dataclasses.asdict(self), "outlier_channels": promoted})
 
 
 @cli.configurable
@@ -36,7 +59,7 @@ def quality(
     text: list[str] = ["data/heldout_python_docs.txt", "data/heldout_austen.txt"],  # noqa: B006 (never changed)
     k_bits: list[int] = [16, 4, 3, 2],  # noqa: B006
     v_bits: list[int] | None = None,
-    kv_format: KVFormat = KVFormat(),
+    options: CacheOptions = CacheOptions(),
     formats: list[KVFormat] | None = None,
     context: int = 1024,
     windows: int = 4,
@@ -47,8 +70,8 @@ def quality(
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
       text: UTF-8 files; each is read from its start.
-      k_bits, v_bits: one format a pair; v_bits None means as k_bits. The other fields are those of kv_format.
-      kv_format: the fields that all of these formats share (--page_size, --sink_tokens, --outlier_channels, ...).
+      k_bits, v_bits: one format a pair; v_bits None means as k_bits.
+      options: the fields that all of these formats share (--page_size, --sink_tokens, --outlier_channels, ...).
       formats: whole formats, in place of the pairs (gin only).
       context: tokens a window, scored from an empty cache; a multiple of the page size.
       windows: windows of each text.
@@ -56,7 +79,7 @@ def quality(
     """
     for name, value in (("context", context), ("windows", windows), ("sample_tokens", sample_tokens)):
         require_int(name, value)
-    chosen = formats_of(k_bits, v_bits, kv_format, formats)
+    chosen = formats_of(k_bits, v_bits, options, formats)
     for f in chosen:
         if context % f.page_size:
             raise ValueError(f"{context=}: must be a multiple of page_size={f.page_size}")
@@ -78,23 +101,16 @@ def quality(
     return lambda: bench.work(chosen, checkpoint)
 
 
-def formats_of(k_bits, v_bits, kv_format: KVFormat, formats: list[KVFormat] | None) -> list[KVFormat]:
+def formats_of(k_bits, v_bits, options: CacheOptions, formats: list[KVFormat] | None) -> list[KVFormat]:
     """The formats to compare, without repeats. Raises ValueError for lists that do not pair up."""
     if formats is None:
         v_bits = k_bits if v_bits is None else v_bits
         if len(k_bits) != len(v_bits):
             raise ValueError(f"{k_bits=}, {v_bits=}: must be of one length")
-        formats = [shared_fields(kv_format, k, v) for k, v in zip(k_bits, v_bits)]
+        formats = [options.at(k, v) for k, v in zip(k_bits, v_bits)]
     if not formats:
         raise ValueError("no formats: give k_bits or formats")
     return list(dict.fromkeys(formats))
-
-
-def shared_fields(kv_format: KVFormat, k_bits: int, v_bits: int) -> KVFormat:
-    """`kv_format` at other bits; channels are only promoted where `outlier_bits` exceeds `k_bits`."""
-    promotes = kv_format.outlier_bits > k_bits
-    return dataclasses.replace(kv_format, k_bits=k_bits, v_bits=v_bits,
-                               outlier_channels=kv_format.outlier_channels if promotes else 0)
 
 
 def read_windows(path: str, tokenizer: Tokenizer, context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
