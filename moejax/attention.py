@@ -14,10 +14,10 @@ from flax import nnx
 from moejax import rope
 from moejax.config import ModelConfig
 from moejax.layers import RMSNorm, linear, normal_param, out_std
+from pallas_kernels.pallas_utils import MASK_VALUE
 
 # (layer, q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-MASK_VALUE = -1e30
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, sliding_window: int | None = None) -> jax.Array:

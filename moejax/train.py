@@ -240,8 +240,7 @@ class Checkpoints:
         if step is None:
             return None
         like = trainer.init()
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _pure(like))
-        pure = self.newest.restore(step, args=ocp.args.StandardRestore(target))
+        pure = self.newest.restore(step, args=ocp.args.StandardRestore(_abstract(like)))
         return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(pure))
 
     def best_loss(self) -> float:
@@ -262,8 +261,7 @@ class Checkpoints:
         """(parameters, step) of the best checkpoint."""
         step = self.best.latest_step()
         like = trainer.init().params
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _pure(like))
-        pure = self.best.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target))).params
+        pure = self.best.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))).params
         return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(pure)), step
 
     def close(self) -> None:
@@ -278,3 +276,8 @@ def _options(max_to_keep: int) -> ocp.CheckpointManagerOptions:
 def _pure(tree):
     """The tree as lists of arrays keyed by position, which Orbax restores whatever classes the state is made of."""
     return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def _abstract(tree):
+    """Shapes, dtypes and shardings of `_pure(tree)`: what Orbax restores into."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _pure(tree))

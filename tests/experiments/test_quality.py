@@ -37,6 +37,7 @@ def test_scores_of_an_exact_cache_are_those_of_the_full_forward(checkpoint, wind
     np.testing.assert_array_equal(top1, np.asarray(logits).argmax(-1)[0])
 
 
+@pytest.mark.slow
 def test_table_and_files(checkpoint, run, tmp_path):
     done = run(quality, *flags(checkpoint, "--k_bits=16,4,2", "--v_bits=16,4,2", f"--output_dir={tmp_path}"))
     assert done.code == 0, done.err

@@ -80,6 +80,7 @@ def metrics(run_dir):
     return {line["step"]: line for line in lines if "loss" in line}, [line for line in lines if "held_out_loss" in line]
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_end_and_exports(folder, tmp_path):
     whole = run(folder, tmp_path / "whole", f"--export_dir={tmp_path / 'export'}")
     assert whole.returncode == 0, whole.stderr
