@@ -4,7 +4,10 @@ A *page* holds `page_size` consecutive tokens of one sequence. While it is open 
 (bfloat16; that is the residual window). When it fills it is *closed*: quantised and packed, once, into one contiguous run of
 32-bit words per (layer, page, KV head), made of planes in this order:
 
-    K codes | V codes | K scale, offset | V scale, offset | promoted key channels: codes | their scale, offset
+    K codes | K scale, offset | promoted key channels: codes | their scale, offset | V codes | V scale, offset
+
+Everything that keys need comes first, everything that values need after it, so that a kernel can fetch the two as two
+contiguous runs, each when there is room for it.
 
 Keys are quantised **per channel** over the tokens of the page, values **per token** over the channels of the head, both
 asymmetrically:  x = scale * code + offset,  code in [0, 2**bits - 1].
@@ -20,13 +23,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from pallas_kernels import mma_sm90
+from pallas_kernels.pallas_utils import align_to
+
 WORD_BITS = 32
 ALIGN_WORDS = 32  # a closed page starts and ends on a 128-byte boundary
 QUANT_BITS = (2, 3, 4, 8)
 ALL_BITS = (*QUANT_BITS, 16, 32)
 OUTLIER_BITS = (4, 8, 16)
-# `mma_sm90` and `tpu` join with their kernels.
-LAYOUTS = ("linear",)
+# "linear": see `packing`; "mma_sm90": see `mma_sm90`. `tpu` joins with its kernels.
+LAYOUTS = ("linear", "mma_sm90")
 
 Rotation = Literal["none", "hadamard"]
 RangeRule = Literal["minmax", "clipped"]
@@ -49,7 +55,8 @@ class KVFormat:
         head_dim before they are stored; head_dim must be a power of two.
       sink_tokens: the first tokens of each sequence, kept unquantised and out of the ranges of page 0.
       scale_dtype: dtype of scales and offsets, "bfloat16" or "float16" (overflows above 65504).
-      layout: order of the codes inside a page ("linear").
+      layout: order of codes and scales inside a page: "linear" (bits of 32 too, any head_dim), or "mma_sm90", which the Mosaic
+        GPU kernel reads (page_size 128, bits up to 16, bfloat16 scales, head_dim and outlier_channels multiples of 32 and 16).
 
     Raises:
       ValueError: a field out of what is accepted; the message names field, value and accepted values.
@@ -94,6 +101,18 @@ class KVFormat:
         if (self.k_bits == 32) != (self.v_bits == 32):
             raise ValueError(
                 f"KVFormat.k_bits={self.k_bits}, v_bits={self.v_bits}: 32 (the exact float32 cache) goes with 32 only")
+        if self.layout == "mma_sm90":
+            self._check_mma_sm90()
+
+    def _check_mma_sm90(self) -> None:
+        for name, good, accepted in (
+            ("page_size", self.page_size == mma_sm90.TOKENS, str(mma_sm90.TOKENS)),
+            ("k_bits", self.k_bits <= 16, "2, 3, 4, 8, 16"),
+            ("scale_dtype", self.scale_dtype == "bfloat16", "bfloat16"),
+            ("outlier_channels", self.outlier_channels % mma_sm90.TILE == 0, f"multiples of {mma_sm90.TILE}"),
+        ):
+            if not good:
+                raise ValueError(f"KVFormat.{name}={getattr(self, name)!r}: layout 'mma_sm90' accepts {accepted}")
 
     @property
     def open_dtype(self) -> str:
@@ -120,6 +139,8 @@ class KVFormat:
         """Raises ValueError when this format cannot store heads of `head_dim` channels."""
         if head_dim < 8 or head_dim % 8:
             raise ValueError(f"head_dim={head_dim}: must be a positive multiple of 8")
+        if self.layout == "mma_sm90" and head_dim % 32:
+            raise ValueError(f"head_dim={head_dim}: must be a multiple of 32 with layout 'mma_sm90'")
         if self.outlier_channels >= head_dim:
             raise ValueError(
                 f"KVFormat.outlier_channels={self.outlier_channels}: must be below head_dim={head_dim}")
@@ -147,31 +168,60 @@ class PageLayout:
 
     def planes(self) -> dict[str, tuple[int, int]]:
         """Plane name -> (first word, words), in storage order. Planes of no words are left out."""
-        f, tokens = self.fmt, self.fmt.page_size
-        sizes = {
-            "k_codes": self.base_channels * tokens * f.k_bits // WORD_BITS,
-            "v_codes": self.head_dim * tokens * f.v_bits // WORD_BITS,
-            "k_scales": self.base_channels if f.k_bits in QUANT_BITS else 0,
-            "v_scales": tokens if f.v_bits in QUANT_BITS else 0,
-            "outlier_codes": f.outlier_channels * tokens * f.outlier_bits // WORD_BITS,
-            "outlier_scales": f.outlier_channels if f.outlier_bits in QUANT_BITS else 0,
-        }
         out, first = {}, 0
-        for name, words in sizes.items():
-            if words:
-                out[name] = (first, words)
-                first += words
+        for part in (self._key_planes(), self._value_planes()):
+            for name, words in part.items():
+                if words:
+                    out[name] = (first, words)
+                    first += words
+            first = align_to(first, self.part_align)
         return out
 
     @property
+    def part_align(self) -> int:
+        """The keys' part and the values' part of a page each fill a multiple of this many words."""
+        return self.head_dim // 2 if self.fmt.layout == "mma_sm90" else 1
+
+    @property
+    def key_words(self) -> int:
+        """Words of the keys' part, with which a page begins."""
+        return align_to(sum(self._key_planes().values()), self.part_align)
+
+    @property
+    def value_words(self) -> int:
+        """Words of the values' part, which follows the keys'."""
+        return align_to(sum(self._value_planes().values()), self.part_align)
+
+    def _key_planes(self) -> dict[str, int]:
+        f = self.fmt
+        return {
+            "k_codes": self._code_words(self.base_channels, f.k_bits),
+            "k_scales": self.base_channels if f.k_bits in QUANT_BITS else 0,
+            "outlier_codes": self._code_words(f.outlier_channels, f.outlier_bits),
+            "outlier_scales": f.outlier_channels if f.outlier_bits in QUANT_BITS else 0,
+        }
+
+    def _value_planes(self) -> dict[str, int]:
+        f = self.fmt
+        return {
+            "v_codes": self._code_words(self.head_dim, f.v_bits),
+            "v_scales": f.page_size if f.v_bits in QUANT_BITS else 0,
+        }
+
+    def _code_words(self, channels: int, bits: int) -> int:
+        if self.fmt.layout == "mma_sm90":
+            return mma_sm90.plane_words(channels, bits)
+        return channels * self.fmt.page_size * bits // WORD_BITS
+
+    @property
     def used_words(self) -> int:
-        """Words that carry data."""
+        """Words of all planes, without the padding between and after them."""
         return sum(words for _, words in self.planes().values())
 
     @property
     def words(self) -> int:
         """Words a closed page takes, padding to a multiple of 32 words (128 bytes) included."""
-        return -(-self.used_words // ALIGN_WORDS) * ALIGN_WORDS
+        return align_to(self.key_words + self.value_words, ALIGN_WORDS)
 
     @property
     def page_bytes(self) -> int:

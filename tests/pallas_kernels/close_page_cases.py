@@ -18,6 +18,9 @@ FORMATS = [
     KVFormat(k_bits=3, v_bits=2, page_size=32, outlier_channels=8, outlier_bits=4, k_range="clipped", v_range="clipped"),
     KVFormat(k_bits=16, v_bits=4, page_size=32),
     KVFormat(k_bits=32, v_bits=32, page_size=32),
+    KVFormat(k_bits=2, v_bits=3, outlier_channels=16, outlier_bits=16, sink_tokens=4, layout="mma_sm90"),
+    KVFormat(k_bits=3, v_bits=16, outlier_channels=16, outlier_bits=4, layout="mma_sm90"),
+    KVFormat(k_bits=8, v_bits=4, k_range="clipped", v_range="clipped", layout="mma_sm90"),
 ]
 # Compiled quickly: fully optimised, these tests take minutes.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
@@ -25,8 +28,9 @@ close = jax.jit(close_page, static_argnames=("kv_format", "implementation"), com
 reopen = jax.jit(open_page, static_argnames=("kv_format", "head_dim"), compiler_options=FAST_COMPILE)
 
 
-def make_page(fmt: KVFormat, lead=(2,), num_kv_heads=3, head_dim=24, seed=0):
+def make_page(fmt: KVFormat, lead=(2,), num_kv_heads=3, head_dim=None, seed=0):
     rng = np.random.default_rng(seed)
+    head_dim = head_dim or (64 if fmt.layout == "mma_sm90" else 24)
     shape = (*lead, num_kv_heads, fmt.page_size, head_dim)
     channel = np.ones(head_dim)
     channel[-3:] = 50
@@ -46,7 +50,10 @@ class ClosePageCases:
         words = np.asarray(close(k, v, kv_format=fmt, num_sinks=np.int32(num_sinks), implementation=self.implementation))
         layout = fmt.page_layout(k.shape[-1])
         assert words.shape == (*k.shape[:-2], layout.words) and words.dtype == np.uint32
-        assert words[0, 0].nbytes == layout.page_bytes and not words[..., layout.used_words:].any()
+        padding = np.ones(layout.words, bool)
+        for first, size in layout.planes().values():
+            padding[first:first + size] = False
+        assert words[0, 0].nbytes == layout.page_bytes and not words[..., padding].any()
         return words
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)

@@ -28,16 +28,15 @@ def decode_page(words: np.ndarray, fmt: KVFormat, head_dim: int) -> tuple[np.nda
     z, promoted = fmt.page_size, fmt.outlier_channels
     base = head_dim - promoted
     take = _Reader(words)
-    k_codes = take(z * base * fmt.k_bits // 32)
-    v_codes = take(z * head_dim * fmt.v_bits // 32)
-    k_scales = take(base if fmt.k_bits < 16 else 0)
-    v_scales = take(z if fmt.v_bits < 16 else 0)
-    k = _real(k_codes, k_scales, fmt.k_bits, z, base, fmt.scale_dtype, axis=0)
-    v = _real(v_codes, v_scales, fmt.v_bits, z, head_dim, fmt.scale_dtype, axis=1)
+    if fmt.layout == "mma_sm90":
+        return _decode_mma_sm90(take, fmt, head_dim)
+    k = _real(take(z * base * fmt.k_bits // 32), take(base if fmt.k_bits < 16 else 0), fmt.k_bits, z, base, fmt.scale_dtype, axis=0)
     if promoted:
         codes = take(z * promoted * fmt.outlier_bits // 32)
         scales = take(promoted if fmt.outlier_bits < 16 else 0)
         k = np.concatenate([k, _real(codes, scales, fmt.outlier_bits, z, promoted, fmt.scale_dtype, axis=0)], axis=1)
+    v_codes, v_scales = take(z * head_dim * fmt.v_bits // 32), take(z if fmt.v_bits < 16 else 0)
+    v = _real(v_codes, v_scales, fmt.v_bits, z, head_dim, fmt.scale_dtype, axis=1)
     return k, v
 
 
@@ -48,6 +47,48 @@ class _Reader:
     def __call__(self, count: int) -> np.ndarray:
         self.position += count
         return self.words[self.position - count:self.position]
+
+
+def _decode_mma_sm90(take, fmt: KVFormat, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every code from the word and bit that `mma_sm90` states, worked out element by element."""
+    def plane(channels: int, bits: int, keys: bool) -> np.ndarray:
+        token, channel = np.indices((128, channels))
+        if keys:
+            paired = channel < channels // 32 * 32
+            tile = np.where(paired, channel // 32 * 2 + channel % 8 // 4, channel // 16)
+            i, h, e = np.where(paired, channel % 32 // 8, channel % 16 // 4), channel % 4 // 2, channel % 2
+            t, g, u = 8 * tile + token // 16, token % 8, token % 16 // 8
+        else:
+            t, g, u = 8 * (channel // 16) + token // 16, channel % 8, channel % 16 // 8
+            h, i, e = token % 16 // 8, token % 8 // 2, token % 2
+
+        def read(width: int) -> np.ndarray:
+            fields = 16 // width
+            words = take(-(-channels // 2 // fields) * 128)
+            place = (2 * (t % 8) + 2) % 16 + t % 16 // 8 if width == 1 else t % fields * width
+            return words[(t // fields * 32 + 4 * g + i) * 4 + u + 2 * h] >> (16 * e + place) & ((1 << width) - 1)
+
+        return read(2) | read(1) << 2 if bits == 3 else read(bits)
+
+    def floats(halves: np.ndarray) -> np.ndarray:
+        return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+    def keys(channels: int, bits: int) -> np.ndarray:
+        codes = plane(channels, bits, keys=True)
+        if bits == 16:
+            return floats(codes)
+        scale, offset = (floats(take(channels // 2).view(np.uint16)) for _ in range(2))
+        return scale * codes + offset
+
+    k = keys(head_dim - fmt.outlier_channels, fmt.k_bits)
+    if fmt.outlier_channels:
+        k = np.concatenate([k, keys(fmt.outlier_channels, fmt.outlier_bits)], axis=1)
+    take.position = fmt.page_layout(head_dim).key_words
+    codes = plane(head_dim, fmt.v_bits, keys=False)
+    if fmt.v_bits == 16:
+        return k, floats(codes)
+    scales = take(128)
+    return k, floats(scales & 0xFFFF)[:, None] * codes + floats(scales >> 16)[:, None]
 
 
 def _real(words, scales, bits: int, rows: int, columns: int, scale_dtype: str, axis: int) -> np.ndarray:

@@ -19,7 +19,7 @@ def test_two_bit_page_by_hand():
     assert words[0] == sum(((2 * j) % 4) << (2 * j) for j in range(16))
     assert words[8] == sum(((2 * j + 1) % 4) << (2 * j) for j in range(16))
     one, five = 0x3F80, 0x40A0  # bfloat16
-    assert words[32] == one and not words[33:40].any()
+    assert words[16] == one and not words[17:24].any()
     np.testing.assert_array_equal(words[40:72], five << 16)
 
 

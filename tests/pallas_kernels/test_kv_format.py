@@ -30,7 +30,7 @@ def test_heads_that_do_not_fit_are_named(fmt, head_dim, message):
 def test_effective_bits_by_hand():
     """128 tokens, 64 channels: 4 + 2 bits a code, a 32-bit scale word per channel and per token."""
     layout = KVFormat(k_bits=4, v_bits=2).page_layout(64)
-    assert layout.planes() == {"k_codes": (0, 1024), "v_codes": (1024, 512), "k_scales": (1536, 64), "v_scales": (1600, 128)}
+    assert layout.planes() == {"k_codes": (0, 1024), "k_scales": (1024, 64), "v_codes": (1088, 512), "v_scales": (1600, 128)}
     assert layout.words == 1728 and layout.page_bytes == 6912
     assert layout.effective_bits() == 1728 * 32 / (2 * 64 * 128) == 3.375
 

@@ -1,0 +1,89 @@
+"""The layout "mma_sm90": a bijection, and the register order of the tensor-core instruction."""
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import KVFormat, close_page, mma_sm90, open_page
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("channels", [16, 32, 48, 112, 128])
+def test_pack_is_a_bijection(bits, channels):
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (2, 128, channels), dtype=np.uint32)
+    for pack, unpack in ((mma_sm90.pack_keys, mma_sm90.unpack_keys), (mma_sm90.pack_values, mma_sm90.unpack_values)):
+        words = pack(jnp.asarray(codes), bits)
+        assert words.shape == (2, mma_sm90.plane_words(channels, bits)) and words.dtype == jnp.uint32
+        np.testing.assert_array_equal(unpack(words, bits, channels), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_every_bit_of_the_words_is_used(bits):
+    codes = jnp.full((128, 64), (1 << bits) - 1, jnp.uint32)
+    assert (np.asarray(mma_sm90.pack_keys(codes, bits)) == 0xFFFFFFFF).all()
+    assert mma_sm90.plane_words(64, bits) == 128 * 64 * bits // 32
+
+
+@pytest.mark.parametrize("operand", ["key", "value"])
+@pytest.mark.parametrize(("bits", "row", "column"), [(2, 0, 0), (2, 77, 13), (4, 127, 63), (3, 40, 58), (8, 9, 31), (16, 18, 20)])
+def test_where_one_code_goes(operand, bits, row, column):
+    """A single code of all ones, against the layout worked out from the register order of the instruction."""
+    codes = np.zeros((128, 64), np.uint32)
+    codes[row, column] = (1 << bits) - 1
+    if operand == "key":
+        words = mma_sm90.pack_keys(jnp.asarray(codes), bits)
+        token_tile, g, u = row // 16, row % 8, row % 16 // 8
+        r, rest = divmod(column, 32)
+        i, tile, h, e = rest // 8, 2 * r + rest % 8 // 4, rest % 4 // 2, rest % 2
+    else:
+        words = mma_sm90.pack_values(jnp.asarray(codes), bits)
+        tile, g, u = column // 16, column % 8, column % 16 // 8
+        token_tile, h, i, e = row // 16, row % 16 // 8, row % 8 // 2, row % 2
+    t, lane, a = 8 * tile + token_tile, 4 * g + i, u + 2 * h
+
+    def word_and_bit(bits, position):
+        quad, field = divmod(t, 16 // bits)
+        return (quad * 32 + lane) * 4 + a, 16 * e + position(field)
+
+    expected = np.zeros(words.shape, np.uint32)
+    if bits == 3:
+        word, bit = word_and_bit(2, lambda f: 2 * f)
+        expected[word] |= np.uint32(3 << bit)
+        word, bit = word_and_bit(1, mma_sm90.third_bit_position)
+        expected[128 * 64 * 2 // 32 + word] |= np.uint32(1 << bit)
+    else:
+        word, bit = word_and_bit(bits, lambda f: bits * f)
+        expected[word] = codes[row, column] << np.uint32(bit)
+    np.testing.assert_array_equal(words, expected)
+
+
+@pytest.mark.parametrize("fmt", [
+    KVFormat(k_bits=2, v_bits=3), KVFormat(k_bits=3, v_bits=4, sink_tokens=4), KVFormat(k_bits=16, v_bits=8),
+    KVFormat(k_bits=2, v_bits=2, outlier_channels=16, outlier_bits=4),
+    KVFormat(k_bits=3, v_bits=2, outlier_channels=32, outlier_bits=16)], ids=lambda f: f.name)
+def test_a_page_holds_the_same_numbers_in_both_layouts(fmt):
+    rng = np.random.default_rng(1)
+    k, v = (jnp.asarray(rng.normal(size=(2, 128, 64)) * 3 + 1, jnp.bfloat16) for _ in "kv")
+    pages = {}
+    for layout in ("linear", "mma_sm90"):
+        f = KVFormat(**{**{name: getattr(fmt, name) for name in fmt.__dataclass_fields__}, "layout": layout})
+        words = close_page(k, v, kv_format=f, num_sinks=jnp.int32(fmt.sink_tokens))
+        assert words.shape[-1] == f.page_layout(64).words and words.shape[-1] % 32 == 0
+        pages[layout] = open_page(words, kv_format=f, head_dim=64)
+    for linear, mma in zip(*pages.values()):
+        np.testing.assert_array_equal(linear, mma)
+
+
+def test_parts_start_on_rows_that_a_copy_can_take():
+    layout = KVFormat(k_bits=2, v_bits=2, outlier_channels=16, outlier_bits=16, layout="mma_sm90").page_layout(128)
+    assert layout.planes()["v_codes"][0] == layout.key_words == 2048  # 896 + 112 + 1024 = 2032, to a multiple of 64
+    assert layout.value_words == 1024 + 128 and layout.words == 2048 + 1152
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"page_size": 64}, "page_size=64: layout 'mma_sm90' accepts 128"), ({"k_bits": 32, "v_bits": 32}, "k_bits=32"),
+    ({"scale_dtype": "float16"}, "scale_dtype='float16'"), ({"k_bits": 2, "outlier_channels": 8}, "outlier_channels=8")])
+def test_what_the_layout_does_not_hold_is_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        KVFormat(layout="mma_sm90", **kwargs)
+    with pytest.raises(ValueError, match="head_dim=24"):
+        KVFormat(layout="mma_sm90").page_layout(24)
