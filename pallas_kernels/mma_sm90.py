@@ -127,7 +127,7 @@ def _pack_plane(tiles: jax.Array, bits: int) -> jax.Array:
     if count % fields:
         tiles = jnp.pad(tiles, [(0, 0)] * len(lead) + [(0, -count % fields), (0, 0), (0, 0), (0, 0)])
     halves = tiles.reshape(*lead, -1, fields, lanes, regs, 2)
-    shifts = jnp.asarray(_positions(bits), jnp.uint32)[:, None, None, None] + jnp.asarray([0, 16], jnp.uint32)
+    shifts = _shifts(bits)
     return jnp.sum(halves << shifts, axis=(-4, -1), dtype=jnp.uint32).reshape(*lead, -1)
 
 
@@ -141,14 +141,16 @@ def _unpack(words: jax.Array, bits: int, count: int) -> jax.Array:
 
 def _unpack_plane(words: jax.Array, bits: int, count: int) -> jax.Array:
     lead = words.shape[:-1]
-    shifts = jnp.asarray(_positions(bits), jnp.uint32)[:, None, None, None] + jnp.asarray([0, 16], jnp.uint32)
+    shifts = _shifts(bits)
     fields = (words.reshape(*lead, -1, 1, LANES, 4, 1) >> shifts) & ((1 << bits) - 1)
     return fields.reshape(*lead, -1, LANES, 4, 2)[..., :count, :, :, :]
 
 
-def _positions(bits: int) -> list[int]:
-    """Bit of each tile of a quad, inside a 16-bit half."""
-    return [third_bit_position(t) for t in range(16)] if bits == 1 else list(range(0, 16, bits))
+def _shifts(bits: int) -> jax.Array:
+    """uint32 [fields, 1, 1, 2]: bit of each tile of a quad and each e in its word."""
+    field = jax.lax.broadcasted_iota(jnp.uint32, (16 // bits, 1, 1, 2), 0)
+    e = jax.lax.broadcasted_iota(jnp.uint32, (16 // bits, 1, 1, 2), 3)
+    return 16 * e + (third_bit_position(field) if bits == 1 else bits * field)
 
 
 def _transpose(x: jax.Array, axes: tuple[int, ...], lead: int) -> jax.Array:

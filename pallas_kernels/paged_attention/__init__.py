@@ -8,6 +8,17 @@ from pallas_kernels import dispatch
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.paged_attention import reference
 
+
+
+def _mosaic_gpu(*args, **kwargs) -> jax.Array:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on {jax.default_backend()}")
+    from pallas_kernels.paged_attention import mosaic_gpu  # needs parts of jax that other platforms may lack
+
+    return mosaic_gpu.paged_attention(*args, **kwargs)
+
+
+dispatch.register("paged_attention", "mosaic_gpu", _mosaic_gpu)
 dispatch.register("paged_attention", "reference", reference.paged_attention)
 
 FLOATS = ("bfloat16", "float16", "float32")
