@@ -256,6 +256,20 @@ def _shift(x: ir.Value, right: int) -> ir.Value:
     return arith.shrui(x, _i32(right)) if right > 0 else arith.shli(x, _i32(-right))
 
 
+SHIFT_BY_MULTIPLY = True
+
+
+def _shift_right(x: ir.Value, shift: int) -> ir.Value:
+    """x >> shift as the high word of a product: the multiplier idles where the logic unit is the bottleneck.
+
+    The factor hides behind a grid size that is always 1, or the assembler would turn the product into a shift again.
+    """
+    if shift == 0 or not SHIFT_BY_MULTIPLY:
+        return _shift(x, shift)
+    one = _asm("mov.u32 $0, %nctaid.y;", "=r", [])
+    return _asm("mul.hi.u32 $0, $1, $2;", "=r,r,r", [x, arith.shli(one, _i32(32 - shift))])
+
+
 def _lop3(a: ir.Value, b: int, c: int | ir.Value, table: int) -> ir.Value:
     if isinstance(c, int):
         return _asm(f"lop3.b32 $0, $1, {b}, {c}, {table};", "=r,r", [a])
@@ -390,7 +404,7 @@ class _Unpacker:
         if self.bits == 2:
             return self._two_bits(word, field, None)
         if self.bits == 4:
-            return _and_or(_shift(word, 4 * field), 0x000F000F, 0x43004300)
+            return _and_or(_shift_right(word, 4 * field), 0x000F000F, 0x43004300)
         if self.bits == 8:
             word = _shift(word, 8 * field)
             low, high = _and_or(word, 0x000F000F, 0x43004300), _and_or(_shift(word, 4), 0x000F000F, 0x43004300)
@@ -402,7 +416,7 @@ class _Unpacker:
     def _two_bits(self, word: ir.Value, field: int, third: tuple[ir.Value, int] | None) -> ir.Value:
         shift, offset = field_offset(field)
         exponent = (134 - offset) << 7
-        code = _and_or(_shift(word, shift), 0x00030003 << offset, exponent << 16 | exponent)
+        code = _and_or(_shift_right(word, shift), 0x00030003 << offset, exponent << 16 | exponent)
         if third is None:
             return code
         return _and_or(third, 0x00040004 << offset, code)

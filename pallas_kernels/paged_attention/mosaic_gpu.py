@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -32,13 +33,13 @@ from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.mma_sm90 import TOKENS
 from pallas_kernels.paged_attention import fragments
 from pallas_kernels.paged_attention.fragments import OPEN_TOKENS, PER_QUERY, QUERIES, QUERY_ROWS, ROWS, WARPS, Step
-from pallas_kernels.pallas_utils import MASK_VALUE, align_to, cdiv
+from pallas_kernels.pallas_utils import MASK_VALUE, cdiv
 
 HEAD_DIMS = (64, 128, 256)
 SPLIT_PAGES = 16
-TABLE_COPY = 32  # page ids copied for a split: a copy is a multiple of 128 bytes
 SMEM_BYTES = 227 * 1024
 _LOG2E = math.log2(math.e)
+_MERGED_AT_ONCE = 8
 # Score of a hidden token. A power of two, so that products with it are exact, and far enough from the float32 limit for sums.
 _HIDDEN = -(2.0**100)
 
@@ -111,21 +112,19 @@ def paged_attention(
     layout = kv_format.page_layout(head_dim)
     tuning = tuning or default_tuning(kv_format, head_dim)
     step = Step(layout, tuning.warps_per_page, use_twins=interpret is not None)
-    columns = align_to(block_table.shape[1], SPLIT_PAGES)
     call = _Call(
         step=step, tuning=tuning, num_kv_heads=num_kv_heads, query_tiles=cdiv(rows, QUERY_ROWS), num_queries=num_queries,
-        num_splits=columns // SPLIT_PAGES, sm_scale=sm_scale, sliding_window=sliding_window, logit_softcap=logit_softcap)
+        num_splits=cdiv(block_table.shape[1], SPLIT_PAGES), sm_scale=sm_scale, sliding_window=sliding_window, logit_softcap=logit_softcap)
     width = head_dim // 2
     pages = pages.reshape(-1, layout.words // width, width)
     open_k, open_v = (x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, TOKENS, head_dim) for x in (open_k, open_v))
     sinks = []
     if kv_format.sink_tokens:
         sinks = [x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, -1, head_dim) for x in (sink_k, sink_v)]
-    table = jnp.pad(block_table, [(0, 0), (0, columns - SPLIT_PAGES + TABLE_COPY - block_table.shape[1])])
-    work, num_work = _work_list(call, kv_lens, q_lens)
+    starts = _full_split_starts(call, kv_lens, q_lens)
     partial, stats = _partial_kernel(call, batch, interpret)(
-        _query_tiles(call, q), pages, open_k, open_v, table, kv_lens, q_lens, work, num_work, *sinks)
-    return _merge(call, partial, stats, kv_lens, q_lens, attention_sinks, q)
+        _query_tiles(call, q), pages, open_k, open_v, block_table, kv_lens, q_lens, starts, *sinks)
+    return _merge(call, partial, stats, kv_lens, q_lens, attention_sinks, q, interpret)
 
 
 def default_tuning(kv_format: KVFormat, head_dim: int) -> Tuning:
@@ -152,9 +151,9 @@ def _refuse(q, kv_format: KVFormat, open_k) -> None:
 def _smem_bytes(kv_format: KVFormat, head_dim: int, tuning: Tuning) -> int:
     layout, pages = kv_format.page_layout(head_dim), WARPS // tuning.warps_per_page
     tile = OPEN_TOKENS * head_dim * 2
-    keys = max(pages * layout.key_words * 4, tile, WARPS * head_dim * QUERY_ROWS * 4)
-    values = max(pages * layout.value_words * 4, tile)
-    return tuning.warpgroups * (keys + values + QUERY_ROWS * head_dim * 2 + 2048)
+    keys, values = (max(pages * words * 4, tile) for words in (layout.key_words, layout.value_words))
+    rest = QUERY_ROWS * head_dim * (2 + 4 * WARPS) + 2 * WARPS * QUERY_ROWS * 4 + 256
+    return tuning.warpgroups * (keys + values + rest) + 1024
 
 
 def _query_tiles(call: _Call, q: jax.Array) -> jax.Array:
@@ -178,20 +177,16 @@ def _split_range(call: _Call, kv_lens, q_lens) -> tuple[jax.Array, jax.Array]:
     return first, jnp.where((kv_lens > 0) & (q_lens > 0), end, first)
 
 
-def _work_list(call: _Call, kv_lens, q_lens) -> tuple[jax.Array, jax.Array]:
-    """(row * num_splits + split of every piece of work, int32 [B * num_splits], their number int32 [1]).
+def _full_split_starts(call: _Call, kv_lens, q_lens) -> jax.Array:
+    """int32 [B + 1]: how many splits other than a row's last the rows before each row have; the total comes last.
 
-    Last splits come last: they go on with the open page, or are short.
+    Work is numbered in that order: first all of those, then the last split of every row. Last splits go on with the open page or
+    are short, and so fill gaps.
     """
-    batch = kv_lens.shape[0]
     first, end = _split_range(call, kv_lens, q_lens)
-    split = jnp.arange(call.num_splits, dtype=jnp.int32)[:, None]
-    wanted = (split >= first) & (split < end)  # [splits, B]
-    last = split == end - 1
-    key = jnp.where(wanted, jnp.where(last, 1, 0), 2).reshape(-1)
-    index = jnp.arange(batch, dtype=jnp.int32) * call.num_splits + split
-    order = jnp.argsort(key, stable=True)
-    return index.reshape(-1)[order], jnp.sum(wanted, dtype=jnp.int32)[None]
+    full = jnp.maximum(end - first - 1, 0)
+    before = jnp.arange(full.shape[0] + 1)[:, None] > jnp.arange(full.shape[0])
+    return jnp.sum(jnp.where(before, full, 0), axis=1, dtype=jnp.int32)
 
 
 def _partial_kernel(call: _Call, batch: int, interpret: Any):
@@ -201,11 +196,9 @@ def _partial_kernel(call: _Call, batch: int, interpret: Any):
     tiles = batch * call.num_kv_heads * call.query_tiles
 
     def union(words: int):
-        members = [
+        return plgpu.RefUnion(
             plgpu.SMEM((groups, step.pages, words // width, width), jnp.uint32),
-            plgpu.SMEM((groups, OPEN_TOKENS, head_dim), jnp.bfloat16),
-            plgpu.SMEM((groups, WARPS, head_dim, QUERY_ROWS), jnp.float32)]
-        return plgpu.RefUnion(*members)
+            plgpu.SMEM((groups, OPEN_TOKENS, head_dim), jnp.bfloat16))
 
     return plgpu.kernel(
         functools.partial(_kernel_body, call),
@@ -215,16 +208,18 @@ def _partial_kernel(call: _Call, batch: int, interpret: Any):
         grid=(tuning.blocks,), grid_names=("block",), num_threads=groups, thread_name="warpgroup",
         scratch_types=dict(
             q_smem=plgpu.SMEM((groups, QUERY_ROWS, head_dim), jnp.bfloat16),
-            table_smem=plgpu.SMEM((groups, TABLE_COPY), jnp.int32),
             stats_smem=plgpu.SMEM((groups, 2, WARPS, QUERY_ROWS), jnp.float32),
+            sum_smem=plgpu.SMEM((groups, WARPS, head_dim, QUERY_ROWS), jnp.float32),
             keys=union(layout.key_words), values=union(layout.value_words),
             # One barrier a warpgroup and kind of copy.
-            start_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=groups),
+            q_barrier=plgpu.Barrier(num_barriers=groups),
             keys_barrier=plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
             values_barrier=plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
             tile_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=groups),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        # Barriers of the warpgroup are where this file says `commit_smem`, and nowhere else.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
         kernel_name="paged_attention", interpret=interpret)
 
 
@@ -247,70 +242,118 @@ jax.tree_util.register_dataclass(_Softmax)
 
 
 def _kernel_body(
-    call: _Call, q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, kv_lens_ref, q_lens_ref, work_ref, num_work_ref, *refs,
-    **scratch,
+    call: _Call, q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, kv_lens_ref, q_lens_ref, starts_ref, *refs, **scratch,
 ):
     *sink_refs, out_ref, stats_ref = refs
     groups = call.tuning.warpgroups
     group = lax.axis_index("warpgroup")
-    heads = call.num_kv_heads * call.query_tiles
-    num_items = num_work_ref[0] * heads
+    inputs = _Inputs(q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, sink_refs)
+    batch, heads = kv_lens_ref.shape[0], call.num_kv_heads * call.query_tiles
+    num_items = (starts_ref[batch] + batch) * heads
     first = lax.axis_index("block") + call.tuning.blocks * group
     stride = call.tuning.blocks * groups
-    inputs = (q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, kv_lens_ref, q_lens_ref, sink_refs)
 
-    def run(i, _):
-        item = first + i * stride
-        work = work_ref[item // heads]
-        row, split, head = work // call.num_splits, lax.rem(work, call.num_splits), lax.rem(item, heads)
-        _Item(call, inputs, scratch, group, row, split, head).run(out_ref, stats_ref)
+    def run(i, fetched):
+        item, following = (
+            _find_item(call, first + j * stride, num_items, kv_lens_ref, q_lens_ref, starts_ref) for j in (i, i + 1))
+        return lax.cond(
+            item.used, lambda: _Worker(call, inputs, scratch, group, item, following).run(fetched, out_ref, stats_ref),
+            lambda: np.bool_(False))
 
-    lax.fori_loop(0, lax.div(num_items - first + stride - 1, stride), run, None)
+    lax.fori_loop(0, lax.div(num_items - first + stride - 1, stride), run, np.bool_(False))
 
 
-class _Item:
-    """One split of one row, KV head and tile of query rows."""
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Refs in device memory."""
 
-    def __init__(self, call: _Call, inputs, scratch, group, row, split, head):
-        (self.q_ref, self.pages_ref, self.open_k_ref, self.open_v_ref, self.table_ref, kv_lens_ref, q_lens_ref,
-         self.sink_refs) = inputs
-        self.call, self.step, self.group = call, call.step, group
-        self.row, self.split, self.head = row, split, head
-        self.kv_head = head // call.query_tiles
-        self.cache_row = row * call.num_kv_heads + self.kv_head
-        self.kv_len, self.q_len = kv_lens_ref[row], q_lens_ref[row]
-        self.closed = lax.div(jnp.maximum(self.kv_len - 1, 0), TOKENS)
-        self.end_page = jnp.minimum(self.closed, (split + 1) * SPLIT_PAGES)
-        self.first_page = split * SPLIT_PAGES
-        if call.sliding_window is not None:
-            lowest = jnp.maximum(self.kv_len - self.q_len - call.sliding_window + 1, 0)
-            self.first_page = jnp.clip(lax.div(lowest, TOKENS), self.first_page, self.end_page)
-        self.num_steps = lax.div(self.end_page - self.first_page + self.step.pages - 1, self.step.pages)
-        self.is_last = self.end_page == self.closed
-        self.q_smem, self.table_smem, self.stats_smem = (scratch[n].at[group] for n in ("q_smem", "table_smem", "stats_smem"))
-        keys, open_keys, self.sum_smem = scratch["keys"]
-        values, open_values, _ = scratch["values"]
+    q: Any
+    pages: Any
+    open_k: Any
+    open_v: Any
+    table: Any
+    sinks: list
+
+
+@dataclasses.dataclass(frozen=True)
+class _WorkItem:
+    """One split of one row, KV head and tile of query rows. All int32 scalars; `used` and `is_last` bool."""
+
+    used: Any
+    row: Any
+    head: Any  # tile of query rows, of all KV heads
+    split: Any
+    is_last: Any
+    kv_len: Any
+    q_len: Any
+    first_page: Any
+    end_page: Any
+
+
+def _find_item(call: _Call, index, num_items, kv_lens_ref, q_lens_ref, starts_ref) -> _WorkItem:
+    """Item `index` in the order of `_full_split_starts`; unused when there is none."""
+    batch, heads = kv_lens_ref.shape[0], call.num_kv_heads * call.query_tiles
+    work = lax.div(jnp.minimum(index, num_items - 1), heads)
+    num_full = starts_ref[batch]
+    is_last = work >= num_full
+
+    def halve(_, bounds):  # the last row that starts at or before `work`
+        low, high = bounds
+        middle = lax.div(low + high, 2)
+        before = starts_ref[middle] <= work
+        return jnp.where(before, middle, low), jnp.where(before, high, middle)
+
+    found, _ = lax.fori_loop(0, max(batch - 1, 0).bit_length(), halve, (np.int32(0), np.int32(batch)))
+    row = jnp.where(is_last, work - num_full, found)
+    kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
+    closed = lax.div(jnp.maximum(kv_len - 1, 0), TOKENS)
+    lowest = np.int32(0)  # first page that a query sees
+    if call.sliding_window is not None:
+        lowest = lax.div(jnp.maximum(kv_len - q_len - call.sliding_window + 1, 0), TOKENS)
+    end_split = jnp.maximum(lax.div(closed + SPLIT_PAGES - 1, SPLIT_PAGES), 1)
+    first_split = jnp.minimum(lax.div(lowest, SPLIT_PAGES), end_split - 1)
+    split = jnp.where(is_last, end_split - 1, first_split + work - starts_ref[found])
+    end_page = jnp.minimum(closed, (split + 1) * SPLIT_PAGES)
+    return _WorkItem(
+        used=(index < num_items) & (kv_len > 0) & (q_len > 0), row=row, head=lax.rem(index, heads), split=split,
+        is_last=is_last, kv_len=kv_len, q_len=q_len, first_page=jnp.clip(lowest, split * SPLIT_PAGES, end_page),
+        end_page=end_page)
+
+
+class _Worker:
+    """A warpgroup at work on one item."""
+
+    def __init__(self, call: _Call, inputs: _Inputs, scratch, group, item: _WorkItem, following: _WorkItem):
+        self.call, self.step, self.inputs, self.item, self.following = call, call.step, inputs, item, following
+        self.num_steps = lax.div(item.end_page - item.first_page + self.step.pages - 1, self.step.pages)
+        self.q_smem, self.stats_smem, self.sum_smem = (scratch[n].at[group] for n in ("q_smem", "stats_smem", "sum_smem"))
+        (keys, open_keys), (values, open_values) = scratch["keys"], scratch["values"]
         self.keys, self.open_keys, self.values, self.open_values = (x.at[group] for x in (keys, open_keys, values, open_values))
-        self.sum_smem = self.sum_smem.at[group]
-        self.start_barrier, self.keys_barrier, self.values_barrier, self.tile_barrier = (
-            scratch[f"{n}_barrier"].at[group] for n in ("start", "keys", "values", "tile"))
+        self.q_barrier, self.keys_barrier, self.values_barrier, self.tile_barrier = (
+            scratch[f"{n}_barrier"].at[group] for n in ("q", "keys", "values", "tile"))
 
-    def run(self, out_ref, stats_ref) -> None:
-        tile = self.row * self.call.num_kv_heads * self.call.query_tiles + self.head
-        plgpu.copy_gmem_to_smem(self.q_ref.at[tile], self.q_smem, self.start_barrier)
-        plgpu.copy_gmem_to_smem(
-            self.table_ref.at[self.row, pl.ds(self.split * SPLIT_PAGES, TABLE_COPY)], self.table_smem, self.start_barrier)
-        plgpu.barrier_wait(self.start_barrier)
-        key_rows = self.keys.shape[1]
+    def run(self, fetched, out_ref, stats_ref) -> jax.Array:
+        """Does the item. `fetched`: its queries and first pages are on their way. Returns whether those of the next one are."""
+        item = self.item
 
-        @pl.when(self.num_steps > 0)
+        @pl.when(~fetched)
         def _():
-            self._fetch(0, self.keys, 0, self.keys_barrier)
-            self._fetch(0, self.values, key_rows, self.values_barrier)
+            self._fetch_q(item)
 
-        state = lax.fori_loop(0, self.num_steps, self._closed_step, self._empty())
-        state = lax.cond(self.is_last, self._unquantised, lambda s: s, state)
-        self._write(state, out_ref.at[tile, self.split], stats_ref.at[tile, self.split])
+            @pl.when(self.num_steps > 0)
+            def _():
+                ids = self._page_ids(item, item.first_page)
+                self._fetch(item, ids, self.keys, 0, self.keys_barrier)
+                self._fetch(item, ids, self.values, self.keys.shape[1], self.values_barrier)
+
+        plgpu.barrier_wait(self.q_barrier)
+        # The open page passes through the buffers that the next item's pages would arrive in.
+        ahead = self.following.used & ~item.is_last & (self.following.end_page > self.following.first_page)
+        state = lax.fori_loop(0, self.num_steps, functools.partial(self._closed_step, ahead), self._empty())
+        state = lax.cond(item.is_last, self._unquantised, lambda s: s, state)
+        tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
+        self._write(state, out_ref.at[tile, item.split], stats_ref.at[tile, item.split])
+        return ahead
 
     def _empty(self) -> _Softmax:
         def zeros(shape, layout, value=0.0):
@@ -321,34 +364,50 @@ class _Item:
             m=zeros(per_query, PER_QUERY, _HIDDEN), l=zeros(per_query, PER_QUERY), z=zeros(per_query, PER_QUERY),
             acc=zeros((WARPS, self.step.head_dim, QUERY_ROWS), ROWS), bias=zeros((WARPS, 8, QUERY_ROWS), ROWS))
 
-    def _fetch(self, step, destination, first_row: int, barrier) -> None:
-        """Starts the copies of one part of each page of a step. Pages past the last one are the last one again."""
-        for p in range(self.step.pages):
-            page = jnp.minimum(self.first_page + step * self.step.pages + p, self.end_page - 1)
-            page_id = self.table_smem[page - self.split * SPLIT_PAGES]
-            source = self.pages_ref.at[
-                page_id * self.call.num_kv_heads + self.kv_head, pl.ds(first_row, destination.shape[1])]
+    def _fetch_q(self, item: _WorkItem) -> None:
+        tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
+        plgpu.copy_gmem_to_smem(self.inputs.q.at[tile], self.q_smem, self.q_barrier)
+
+    def _page_ids(self, item: _WorkItem, first_page) -> list[jax.Array]:
+        """Physical pages of the step that begins at `first_page`. Pages past the item's last are the last one again."""
+        return [
+            self.inputs.table[item.row, jnp.clip(first_page + p, 0, jnp.maximum(item.end_page - 1, 0))]
+            for p in range(self.step.pages)]
+
+    def _fetch(self, item: _WorkItem, page_ids, destination, first_row: int, barrier) -> None:
+        """Starts the copies of one part of each page of a step."""
+        kv_head = lax.div(item.head, self.call.query_tiles)
+        for p, page_id in enumerate(page_ids):
+            source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, destination.shape[1])]
             plgpu.copy_gmem_to_smem(source, destination.at[p], barrier)
 
-    def _closed_step(self, i, state: _Softmax) -> _Softmax:
-        step = self.step
+    def _closed_step(self, ahead, i, state: _Softmax) -> _Softmax:
+        step, item = self.step, self.item
+        more = i + 1 < self.num_steps
+        # What is fetched next: this item's next step, or the following item's first.
+        target = _WorkItem(**{name: jnp.where(more, x, getattr(self.following, name)) for name, x in vars(item).items()})
+        page_ids = self._page_ids(target, jnp.where(more, item.first_page + (i + 1) * step.pages, target.first_page))
         warp = plgpu.broadcasted_iota(jnp.int32, (WARPS, QUERY_ROWS), 0, layout=PER_QUERY)
-        page = self.first_page + i * step.pages + lax.div(warp, step.warps_per_page)
+        page = item.first_page + i * step.pages + lax.div(warp, step.warps_per_page)
         plgpu.barrier_wait(self.keys_barrier)
-        there = page < self.end_page
+        there = page < item.end_page
         # A softcap would bring a hidden score back: then it is hidden afterwards.
         start = jnp.where(there | (self.call.logit_softcap is not None), 0.0, _HIDDEN)
         scores = fragments.key_scores(step, self.keys, self.q_smem, start)
         plgpu.commit_smem()  # all warps are done with the keys
 
-        @pl.when(i + 1 < self.num_steps)
+        @pl.when(more | ahead)
         def _():
-            self._fetch(i + 1, self.keys, 0, self.keys_barrier)
+            self._fetch(target, page_ids, self.keys, 0, self.keys_barrier)
+
+        @pl.when(~more & ahead)
+        def _():
+            self._fetch_q(target)
 
         if self.call.logit_softcap is not None:
             scores = jnp.where(_over_rows(there, scores.shape), self._softcap(scores), _HIDDEN)
         if self.call.masks:
-            first_token = (self.first_page + i * step.pages) * TOKENS
+            first_token = (item.first_page + i * step.pages) * TOKENS
             scores = lax.cond(first_token < self._highest_hidden(), lambda s: self._hide(s, first_token), lambda s: s, scores)
         p, state = self._weights(scores, state)
         plgpu.barrier_wait(self.values_barrier)
@@ -360,9 +419,9 @@ class _Item:
         acc, bias = fragments.add_values(step, self.values, p, state.acc, state.bias)
         plgpu.commit_smem()
 
-        @pl.when(i + 1 < self.num_steps)
+        @pl.when(more | ahead)
         def _():
-            self._fetch(i + 1, self.values, self.keys.shape[1], self.values_barrier)
+            self._fetch(target, page_ids, self.values, self.keys.shape[1], self.values_barrier)
 
         return dataclasses.replace(state, acc=acc, bias=bias)
 
@@ -384,13 +443,13 @@ class _Item:
     def _query_positions(self, shape) -> jax.Array:
         """Position of the query of each row, int32 `shape` as `ROWS`."""
         row = plgpu.broadcasted_iota(jnp.int32, shape, 2, layout=ROWS)
-        return self.kv_len - self.q_len + lax.rem(row + lax.rem(self.head, self.call.query_tiles) * QUERY_ROWS, self.call.num_queries)
+        return self.item.kv_len - self.item.q_len + lax.rem(row + lax.rem(self.item.head, self.call.query_tiles) * QUERY_ROWS, self.call.num_queries)
 
     def _highest_hidden(self) -> jax.Array:
         """Closed pages that begin below this position may have hidden tokens."""
-        bound = jnp.int32(self.call.fmt.sink_tokens)
+        bound = np.int32(self.call.fmt.sink_tokens)
         if self.call.sliding_window is not None:
-            bound = jnp.maximum(bound, self.kv_len - self.call.sliding_window)
+            bound = jnp.maximum(bound, self.item.kv_len - self.call.sliding_window)
         return bound
 
     def _hide(self, scores: jax.Array, first_token) -> jax.Array:
@@ -406,18 +465,20 @@ class _Item:
     def _unquantised(self, state: _Softmax) -> _Softmax:
         """Goes on with the sinks and the open page."""
         sinks = self.call.fmt.sink_tokens
+        closed = lax.div(jnp.maximum(self.item.kv_len - 1, 0), TOKENS)
+        cache_row = self.item.row * self.call.num_kv_heads + lax.div(self.item.head, self.call.query_tiles)
         for first in range(0, sinks, OPEN_TOKENS):
-            refs = [r.at[self.cache_row, pl.ds(first, min(OPEN_TOKENS, sinks - first))] for r in self.sink_refs]
-            state = self._open_tile(state, refs, first, jnp.minimum(self.kv_len, min(sinks, first + OPEN_TOKENS)), 0)
-        base = self.closed * TOKENS
+            refs = [r.at[cache_row, pl.ds(first, min(OPEN_TOKENS, sinks - first))] for r in self.inputs.sinks]
+            state = self._open_tile(state, refs, first, jnp.minimum(self.item.kv_len, min(sinks, first + OPEN_TOKENS)), 0)
+        base = closed * TOKENS
         # Sinks of a row without closed pages stand in its open page too; there they are hidden.
-        lowest = jnp.where(self.closed == 0, sinks, 0)
+        lowest = jnp.where(closed == 0, sinks, 0)
 
         def tile(i, state):
-            refs = [r.at[self.cache_row, pl.ds(i * OPEN_TOKENS, OPEN_TOKENS)] for r in (self.open_k_ref, self.open_v_ref)]
-            return self._open_tile(state, refs, base + i * OPEN_TOKENS, self.kv_len, lowest)
+            refs = [r.at[cache_row, pl.ds(i * OPEN_TOKENS, OPEN_TOKENS)] for r in (self.inputs.open_k, self.inputs.open_v)]
+            return self._open_tile(state, refs, base + i * OPEN_TOKENS, self.item.kv_len, lowest)
 
-        return lax.fori_loop(0, lax.div(self.kv_len - base + OPEN_TOKENS - 1, OPEN_TOKENS), tile, state)
+        return lax.fori_loop(0, lax.div(self.item.kv_len - base + OPEN_TOKENS - 1, OPEN_TOKENS), tile, state)
 
     def _open_tile(self, state: _Softmax, refs, first, end, lowest) -> _Softmax:
         """Attends to the tokens first … end - 1, those from `lowest` on, of up to 64 unquantised ones."""
@@ -492,29 +553,76 @@ def _over_queries(x: jax.Array, shape) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0, 1]), ROWS)
 
 
-def _merge(call: _Call, partial, stats, kv_lens, q_lens, attention_sinks, q) -> jax.Array:
-    """The splits of each row, and the learned sinks, to the output [B, T, N, H]."""
+def _merge(call: _Call, partial, stats, kv_lens, q_lens, attention_sinks, q, interpret) -> jax.Array:
+    """The splits of each row, and the learned sinks, to the output [B, T, N, H]: a kernel of one block a tile of query rows."""
     batch, num_queries, num_heads, head_dim = q.shape
-    group = num_heads // call.num_kv_heads
-    first, end = _split_range(call, kv_lens, q_lens)
-    split = jnp.arange(call.num_splits, dtype=jnp.int32)
-    heads = call.num_kv_heads * call.query_tiles
-    used = jnp.repeat((split >= first[:, None]) & (split < end[:, None]), heads, axis=0)[..., None]  # [tiles, splits, 1]
-    m, l = (jnp.where(used, stats[:, :, i], neutral) for i, neutral in ((0, MASK_VALUE), (1, 0.0)))
-    top = jnp.max(m, axis=1)
+    group, heads = num_heads // call.num_kv_heads, call.num_kv_heads * call.query_tiles
+    sinks = []
     if attention_sinks is not None:
         rows = jnp.repeat(attention_sinks.astype(jnp.float32).reshape(call.num_kv_heads, group), num_queries, axis=1)
-        rows = jnp.pad(rows, [(0, 0), (0, call.query_tiles * QUERY_ROWS - rows.shape[1])])
-        sinks = jnp.tile(rows.reshape(heads, QUERY_ROWS) * _LOG2E, (batch, 1))
-        top = jnp.maximum(top, sinks)
-    weight = jnp.exp2(m - top[:, None])
-    denominator = jnp.sum(l * weight, axis=1)
-    if attention_sinks is not None:
-        denominator += jnp.exp2(sinks - top)
-    values = jnp.where(used[..., None], partial, 0.0)
-    out = jnp.sum(values * weight[:, :, None], axis=1) / jnp.where(denominator > 0, denominator, 1.0)[:, None]
-    out = out.transpose(0, 2, 1).reshape(batch, call.num_kv_heads, -1, head_dim)[:, :, :group * num_queries]
-    out = out.reshape(batch, call.num_kv_heads, group, num_queries, head_dim).transpose(0, 3, 1, 2, 4)
-    valid = (jnp.arange(num_queries) < q_lens[:, None]) & (kv_lens > 0)[:, None]
-    out = jnp.where(valid[..., None, None], out.reshape(q.shape), 0.0)
-    return out.astype(q.dtype)
+        rows = jnp.pad(rows * _LOG2E, [(0, 0), (0, call.query_tiles * QUERY_ROWS - rows.shape[1])])
+        sinks = [rows.reshape(heads, QUERY_ROWS)]
+    out = plgpu.kernel(
+        functools.partial(_merge_body, call), out_type=jax.ShapeDtypeStruct((batch * heads, QUERY_ROWS, head_dim), q.dtype),
+        grid=(batch * heads,), grid_names=("tile",),
+        scratch_types=dict(out_smem=plgpu.SMEM(
+            (QUERY_ROWS, head_dim), q.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="paged_attention_merge", interpret=interpret)(partial, stats, kv_lens, q_lens, *sinks)
+    out = out.reshape(batch, call.num_kv_heads, -1, head_dim)[:, :, :group * num_queries]
+    return out.reshape(batch, call.num_kv_heads, group, num_queries, head_dim).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _merge_body(call: _Call, partial_ref, stats_ref, kv_lens_ref, q_lens_ref, *refs, out_smem):
+    *sinks_ref, out_ref = refs
+    tile, heads = lax.axis_index("tile"), call.num_kv_heads * call.query_tiles
+    row, head = lax.div(tile, heads), lax.rem(tile, heads)
+    kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
+    first, end = _split_range(call, kv_len, q_len)
+    layout = plgpu.Layout.WGMMA
+    per_row = layout.reduce(0)
+    shape = (call.step.head_dim, QUERY_ROWS)
+
+    def full(value, shape, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def load(ref, layout):
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def over_channels(x):
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), layout)
+
+    def some(i, state):
+        """Splits first + i * _MERGED_AT_ONCE and following; all loads are on their way before the first is used."""
+        m, l, acc = state
+        splits = [first + i * _MERGED_AT_ONCE + j for j in range(_MERGED_AT_ONCE)]
+        loads = []
+        for split in splits:
+            at = jnp.minimum(split, end - 1)
+            loads.append((load(stats_ref.at[tile, at, 0], per_row), load(stats_ref.at[tile, at, 1], per_row),
+                          load(partial_ref.at[tile, at], layout)))
+        for split, (split_m, split_l, values) in zip(splits, loads):
+            split_m = jnp.where(split < end, split_m, full(MASK_VALUE, (QUERY_ROWS,), per_row))
+            new_m = jnp.maximum(m, split_m)
+            old, new = jnp.exp2(m - new_m), jnp.exp2(split_m - new_m)
+            m, l, acc = new_m, l * old + split_l * new, acc * over_channels(old) + values * over_channels(new)
+        return m, l, acc
+
+    # 0 splits and the denominator 1: a row that is not in use gives 0.
+    used = end > first
+    m, l, acc = lax.fori_loop(
+        0, lax.div(end - first + _MERGED_AT_ONCE - 1, _MERGED_AT_ONCE), some,
+        (full(MASK_VALUE, (QUERY_ROWS,), per_row), full(0.0, (QUERY_ROWS,), per_row), full(0.0, shape, layout)))
+    if sinks_ref:
+        sink = load(sinks_ref[0].at[head], per_row)
+        new_m = jnp.maximum(m, sink)
+        old = jnp.exp2(m - new_m)
+        l, acc = l * old + jnp.exp2(sink - new_m), acc * over_channels(old)
+    query = plgpu.broadcasted_iota(jnp.int32, (QUERY_ROWS,), 0, layout=per_row) + lax.rem(head, call.query_tiles) * QUERY_ROWS
+    valid = used & (lax.rem(query, call.num_queries) < q_len)
+    weight = jnp.where(valid & (l > 0), 1 / jnp.where(l > 0, l, 1.0), 0.0)
+    out = (acc * over_channels(weight)).astype(out_ref.dtype)
+    out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[tile])
+    plgpu.wait_smem_to_gmem(0)

@@ -30,9 +30,9 @@ CASES = [
 ]
 
 
-def check() -> None:
+def check(every: int) -> None:
     worst = 0.0
-    for fmt, options in CASES:
+    for fmt, options in CASES[::every]:
         fmt = KVFormat(layout="mma_sm90", **fmt)
         options = {"head_dim": 128, "num_queries": 1, "group": 8, **options}
         try:
@@ -106,13 +106,24 @@ def bandwidth() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--skip_check", action="store_true")
+    parser.add_argument("--check_every", type=int, default=1, help="check only every n-th case; 0 for none")
     parser.add_argument("--plan", default="first")
     a = parser.parse_args()
-    if not a.skip_check:
-        check()
+    if a.check_every:
+        check(a.check_every)
     bandwidth()
     b = lambda k, v, **o: dict(k_bits=k, v_bits=v, **o)
+    if a.plan == "second":
+        from pallas_kernels.paged_attention import fragments
+        for flag in (True, False):
+            fragments.SHIFT_BY_MULTIPLY = flag
+            print("multiply", flag)
+            measure([b(2, 2)], [(64, 32768)], [Tuning(1, 4, 132), Tuning(1, 3, 132)])
+            measure([b(2, 2)], [(16, 32768)], [Tuning(1, 4, 132)])
+            measure([b(4, 4)], [(16, 32768)], [Tuning(2, 4, 132), Tuning(2, 3, 132), Tuning(1, 2, 132)])
+        measure([b(3, 3)], [(16, 32768)], [Tuning(1, 3, 132), Tuning(2, 4, 132)])
+        measure([b(2, 2)], [(1, 131072)], [Tuning(1, 4, 132), Tuning(1, 3, 132), Tuning(2, 4, 132)])
+        measure([b(4, 4)], [(1, 131072), (64, 32768)], [Tuning(2, 4, 132)])
     if a.plan == "first":
         measure([b(2, 2)], [(16, 32768)], [Tuning(1, w, n * 132) for w, n in ((4, 1), (3, 1), (2, 1), (2, 2), (1, 1), (1, 2), (1, 3), (1, 4))])
         measure([b(4, 4)], [(16, 32768)], [Tuning(p, w, n * 132) for p, w, n in ((1, 3, 1), (1, 2, 1), (1, 1, 3), (2, 4, 1), (2, 3, 1), (2, 2, 2), (1, 1, 2))])
