@@ -30,7 +30,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 from pallas_kernels import mma_sm90
 from pallas_kernels.close_page.reference import open_page
@@ -153,6 +153,16 @@ def add_open_values(step: Step, v_ref, p: jax.Array, acc: jax.Array) -> jax.Arra
     return body(lambda ctx, v, p, acc: _add_open_values_body(step, v, p, acc))(v_ref, p, acc)
 
 
+def rescale(step: Step, acc: jax.Array, bias: jax.Array, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """acc and bias (as in `add_values`) times alpha, float32 [4, 8] as `PER_QUERY`; a warp whose alphas are all 1 skips it."""
+    if step.use_twins:
+        return acc * alpha[:, None], bias * alpha[:, None]
+    acc_type, bias_type = (
+        plgpu.ShapeDtypeStruct((WARPS, rows, QUERY_ROWS), jnp.float32, layout=ROWS) for rows in (step.head_dim, 8))
+    body = plgpu.inline_mgpu(arg_types=(ROWS, ROWS, PER_QUERY), return_type=(acc_type, bias_type))
+    return body(lambda ctx, acc, bias, alpha: _rescale_body(step, acc, bias, alpha))(acc, bias, alpha)
+
+
 # Twins.
 
 
@@ -254,20 +264,6 @@ def _shift(x: ir.Value, right: int) -> ir.Value:
     if right == 0:
         return x
     return arith.shrui(x, _i32(right)) if right > 0 else arith.shli(x, _i32(-right))
-
-
-SHIFT_BY_MULTIPLY = True
-
-
-def _shift_right(x: ir.Value, shift: int) -> ir.Value:
-    """x >> shift as the high word of a product: the multiplier idles where the logic unit is the bottleneck.
-
-    The factor hides behind a grid size that is always 1, or the assembler would turn the product into a shift again.
-    """
-    if shift == 0 or not SHIFT_BY_MULTIPLY:
-        return _shift(x, shift)
-    one = _asm("mov.u32 $0, %nctaid.y;", "=r", [])
-    return _asm("mul.hi.u32 $0, $1, $2;", "=r,r,r", [x, arith.shli(one, _i32(32 - shift))])
 
 
 def _lop3(a: ir.Value, b: int, c: int | ir.Value, table: int) -> ir.Value:
@@ -404,7 +400,7 @@ class _Unpacker:
         if self.bits == 2:
             return self._two_bits(word, field, None)
         if self.bits == 4:
-            return _and_or(_shift_right(word, 4 * field), 0x000F000F, 0x43004300)
+            return _and_or(_shift(word, 4 * field), 0x000F000F, 0x43004300)
         if self.bits == 8:
             word = _shift(word, 8 * field)
             low, high = _and_or(word, 0x000F000F, 0x43004300), _and_or(_shift(word, 4), 0x000F000F, 0x43004300)
@@ -416,7 +412,7 @@ class _Unpacker:
     def _two_bits(self, word: ir.Value, field: int, third: tuple[ir.Value, int] | None) -> ir.Value:
         shift, offset = field_offset(field)
         exponent = (134 - offset) << 7
-        code = _and_or(_shift_right(word, shift), 0x00030003 << offset, exponent << 16 | exponent)
+        code = _and_or(_shift(word, shift), 0x00030003 << offset, exponent << 16 | exponent)
         if third is None:
             return code
         return _and_or(third, 0x00040004 << offset, code)
@@ -499,6 +495,23 @@ class _KeyScores:
             address = arith.addi(base, _scale(self.i, 8))
             out.append(_load_words(address, byte + 64 * (tiles // 2), 2))
         return out
+
+
+def _rescale_body(step: Step, acc, bias, alpha) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
+    factors = [value for register in alpha.registers.reshape(-1) for value in _split_pair(register)]
+    all_one = _asm(
+        "{.reg .pred p, q; setp.eq.f32 p, $1, 0f3F800000; setp.eq.and.f32 q, $2, 0f3F800000, p; "
+        "vote.sync.all.pred p, q, 0xffffffff; selp.u32 $0, 1, 0, p;}", "=r,f,f", factors)
+    tiles = [*_accumulators(acc), *_accumulators(bias)]
+    flat = [value for tile in tiles for value in tile]
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, _i32(1)), [v.type for v in flat], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(flat)
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_([arith.mulf(v, factors[j % 2]) for j, v in enumerate(flat)])
+    results = list(branch.results)
+    count = len(results) - 2
+    return _array([results[i:i + 4] for i in range(0, count, 4)], step.head_dim), _array([results[count:]], 8)
 
 
 class _AddValues:

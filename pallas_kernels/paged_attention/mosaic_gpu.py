@@ -40,6 +40,7 @@ SPLIT_PAGES = 16
 SMEM_BYTES = 227 * 1024
 _LOG2E = math.log2(math.e)
 _MERGED_AT_ONCE = 8
+_MERGED_CHANNELS = 64
 # Score of a hidden token. A power of two, so that products with it are exact, and far enough from the float32 limit for sums.
 _HIDDEN = -(2.0**100)
 
@@ -342,9 +343,8 @@ class _Worker:
 
             @pl.when(self.num_steps > 0)
             def _():
-                ids = self._page_ids(item, item.first_page)
-                self._fetch(item, ids, self.keys, 0, self.keys_barrier)
-                self._fetch(item, ids, self.values, self.keys.shape[1], self.values_barrier)
+                self._fetch(item, item.first_page, self.keys, 0, self.keys_barrier)
+                self._fetch(item, item.first_page, self.values, self.keys.shape[1], self.values_barrier)
 
         plgpu.barrier_wait(self.q_barrier)
         # The open page passes through the buffers that the next item's pages would arrive in.
@@ -368,25 +368,29 @@ class _Worker:
         tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
         plgpu.copy_gmem_to_smem(self.inputs.q.at[tile], self.q_smem, self.q_barrier)
 
-    def _page_ids(self, item: _WorkItem, first_page) -> list[jax.Array]:
-        """Physical pages of the step that begins at `first_page`. Pages past the item's last are the last one again."""
-        return [
-            self.inputs.table[item.row, jnp.clip(first_page + p, 0, jnp.maximum(item.end_page - 1, 0))]
-            for p in range(self.step.pages)]
+    def _fetch(self, item: _WorkItem, first_page, destination, first_row: int, barrier) -> None:
+        """Starts the copies of one part of each page of the step that begins at `first_page`, a page a warp.
 
-    def _fetch(self, item: _WorkItem, page_ids, destination, first_row: int, barrier) -> None:
-        """Starts the copies of one part of each page of a step."""
-        kv_head = lax.div(item.head, self.call.query_tiles)
-        for p, page_id in enumerate(page_ids):
-            source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, destination.shape[1])]
-            plgpu.copy_gmem_to_smem(source, destination.at[p], barrier)
+        Pages past the item's last are the last one again.
+        """
+        pages, kv_head = self.step.pages, lax.div(item.head, self.call.query_tiles)
+
+        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+        def _():
+            warp = lax.axis_index("warp")
+
+            @pl.when(warp < pages)
+            def _():
+                page_id = self.inputs.table[item.row, jnp.clip(first_page + warp, 0, jnp.maximum(item.end_page - 1, 0))]
+                source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, destination.shape[1])]
+                plgpu.copy_gmem_to_smem(source, destination.at[warp], barrier)
 
     def _closed_step(self, ahead, i, state: _Softmax) -> _Softmax:
         step, item = self.step, self.item
         more = i + 1 < self.num_steps
         # What is fetched next: this item's next step, or the following item's first.
         target = _WorkItem(**{name: jnp.where(more, x, getattr(self.following, name)) for name, x in vars(item).items()})
-        page_ids = self._page_ids(target, jnp.where(more, item.first_page + (i + 1) * step.pages, target.first_page))
+        target_page = jnp.where(more, item.first_page + (i + 1) * step.pages, target.first_page)
         warp = plgpu.broadcasted_iota(jnp.int32, (WARPS, QUERY_ROWS), 0, layout=PER_QUERY)
         page = item.first_page + i * step.pages + lax.div(warp, step.warps_per_page)
         plgpu.barrier_wait(self.keys_barrier)
@@ -398,7 +402,7 @@ class _Worker:
 
         @pl.when(more | ahead)
         def _():
-            self._fetch(target, page_ids, self.keys, 0, self.keys_barrier)
+            self._fetch(target, target_page, self.keys, 0, self.keys_barrier)
 
         @pl.when(~more & ahead)
         def _():
@@ -421,7 +425,7 @@ class _Worker:
 
         @pl.when(more | ahead)
         def _():
-            self._fetch(target, page_ids, self.values, self.keys.shape[1], self.values_barrier)
+            self._fetch(target, target_page, self.values, self.keys.shape[1], self.values_barrier)
 
         return dataclasses.replace(state, acc=acc, bias=bias)
 
@@ -436,9 +440,8 @@ class _Worker:
         # Not scores * scale - m * scale: fused into one rounding that is far from 0 for huge equal numbers.
         p = jnp.exp2((scores - _over_rows(m, scores.shape)) * scale)
         alpha = jnp.exp2((state.m - m) * scale)
-        return p, _Softmax(
-            m=m, l=state.l * alpha + jnp.sum(p, axis=1), z=state.z * alpha,
-            acc=state.acc * _over_rows(alpha, state.acc.shape), bias=state.bias * _over_rows(alpha, state.bias.shape))
+        acc, bias = fragments.rescale(self.step, state.acc, state.bias, alpha)
+        return p, _Softmax(m=m, l=state.l * alpha + jnp.sum(p, axis=1), z=state.z * alpha, acc=acc, bias=bias)
 
     def _query_positions(self, shape) -> jax.Array:
         """Position of the query of each row, int32 `shape` as `ROWS`."""
@@ -554,7 +557,7 @@ def _over_queries(x: jax.Array, shape) -> jax.Array:
 
 
 def _merge(call: _Call, partial, stats, kv_lens, q_lens, attention_sinks, q, interpret) -> jax.Array:
-    """The splits of each row, and the learned sinks, to the output [B, T, N, H]: a kernel of one block a tile of query rows."""
+    """The splits of each row, and the learned sinks, to the output [B, T, N, H]; a block merges 64 channels of 8 query rows."""
     batch, num_queries, num_heads, head_dim = q.shape
     group, heads = num_heads // call.num_kv_heads, call.num_kv_heads * call.query_tiles
     sinks = []
@@ -564,9 +567,9 @@ def _merge(call: _Call, partial, stats, kv_lens, q_lens, attention_sinks, q, int
         sinks = [rows.reshape(heads, QUERY_ROWS)]
     out = plgpu.kernel(
         functools.partial(_merge_body, call), out_type=jax.ShapeDtypeStruct((batch * heads, QUERY_ROWS, head_dim), q.dtype),
-        grid=(batch * heads,), grid_names=("tile",),
+        grid=(batch * heads, head_dim // _MERGED_CHANNELS), grid_names=("tile", "channels"),
         scratch_types=dict(out_smem=plgpu.SMEM(
-            (QUERY_ROWS, head_dim), q.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))),
+            (QUERY_ROWS, _MERGED_CHANNELS), q.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="paged_attention_merge", interpret=interpret)(partial, stats, kv_lens, q_lens, *sinks)
     out = out.reshape(batch, call.num_kv_heads, -1, head_dim)[:, :, :group * num_queries]
@@ -576,12 +579,13 @@ def _merge(call: _Call, partial, stats, kv_lens, q_lens, attention_sinks, q, int
 def _merge_body(call: _Call, partial_ref, stats_ref, kv_lens_ref, q_lens_ref, *refs, out_smem):
     *sinks_ref, out_ref = refs
     tile, heads = lax.axis_index("tile"), call.num_kv_heads * call.query_tiles
+    channels = pl.ds(lax.axis_index("channels") * _MERGED_CHANNELS, _MERGED_CHANNELS)
     row, head = lax.div(tile, heads), lax.rem(tile, heads)
     kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
     first, end = _split_range(call, kv_len, q_len)
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(0)
-    shape = (call.step.head_dim, QUERY_ROWS)
+    shape = (_MERGED_CHANNELS, QUERY_ROWS)
 
     def full(value, shape, layout):
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -600,7 +604,7 @@ def _merge_body(call: _Call, partial_ref, stats_ref, kv_lens_ref, q_lens_ref, *r
         for split in splits:
             at = jnp.minimum(split, end - 1)
             loads.append((load(stats_ref.at[tile, at, 0], per_row), load(stats_ref.at[tile, at, 1], per_row),
-                          load(partial_ref.at[tile, at], layout)))
+                          load(partial_ref.at[tile, at, channels], layout)))
         for split, (split_m, split_l, values) in zip(splits, loads):
             split_m = jnp.where(split < end, split_m, full(MASK_VALUE, (QUERY_ROWS,), per_row))
             new_m = jnp.maximum(m, split_m)
@@ -624,5 +628,5 @@ def _merge_body(call: _Call, partial_ref, stats_ref, kv_lens_ref, q_lens_ref, *r
     out = (acc * over_channels(weight)).astype(out_ref.dtype)
     out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[tile])
+    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[tile, :, channels])
     plgpu.wait_smem_to_gmem(0)
