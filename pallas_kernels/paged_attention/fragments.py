@@ -163,6 +163,12 @@ def rescale(step: Step, acc: jax.Array, bias: jax.Array, alpha: jax.Array) -> tu
     return body(lambda ctx, acc, bias, alpha: _rescale_body(step, acc, bias, alpha))(acc, bias, alpha)
 
 
+def warp_done(step: Step) -> None:
+    """Waits until all lanes of the warp are here: what only this warp reads in shared memory may be written anew."""
+    if not step.use_twins:
+        plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warp_barrier())()
+
+
 # Twins.
 
 

@@ -152,9 +152,9 @@ def _refuse(q, kv_format: KVFormat, open_k) -> None:
 def _smem_bytes(kv_format: KVFormat, head_dim: int, tuning: Tuning) -> int:
     layout, pages = kv_format.page_layout(head_dim), WARPS // tuning.warps_per_page
     tile = OPEN_TOKENS * head_dim * 2
-    keys, values = (max(pages * words * 4, tile) for words in (layout.key_words, layout.value_words))
-    rest = QUERY_ROWS * head_dim * (2 + 4 * WARPS) + 2 * WARPS * QUERY_ROWS * 4 + 256
-    return tuning.warpgroups * (keys + values + rest) + 1024
+    keys = max(pages * layout.key_words * 4, tile)
+    values = max(pages * layout.value_words * 4, tile, WARPS * head_dim * QUERY_ROWS * 4)
+    return tuning.warpgroups * (keys + values + QUERY_ROWS * head_dim * 2 + 2 * WARPS * QUERY_ROWS * 4 + 64) + 1024
 
 
 def _query_tiles(call: _Call, q: jax.Array) -> jax.Array:
@@ -196,10 +196,10 @@ def _partial_kernel(call: _Call, batch: int, interpret: Any):
     layout, head_dim, groups, width = step.layout, step.head_dim, tuning.warpgroups, step.head_dim // 2
     tiles = batch * call.num_kv_heads * call.query_tiles
 
-    def union(words: int):
+    def union(words: int, *others):
         return plgpu.RefUnion(
             plgpu.SMEM((groups, step.pages, words // width, width), jnp.uint32),
-            plgpu.SMEM((groups, OPEN_TOKENS, head_dim), jnp.bfloat16))
+            plgpu.SMEM((groups, OPEN_TOKENS, head_dim), jnp.bfloat16), *others)
 
     return plgpu.kernel(
         functools.partial(_kernel_body, call),
@@ -210,8 +210,8 @@ def _partial_kernel(call: _Call, batch: int, interpret: Any):
         scratch_types=dict(
             q_smem=plgpu.SMEM((groups, QUERY_ROWS, head_dim), jnp.bfloat16),
             stats_smem=plgpu.SMEM((groups, 2, WARPS, QUERY_ROWS), jnp.float32),
-            sum_smem=plgpu.SMEM((groups, WARPS, head_dim, QUERY_ROWS), jnp.float32),
-            keys=union(layout.key_words), values=union(layout.value_words),
+            keys=union(layout.key_words),
+            values=union(layout.value_words, plgpu.SMEM((groups, WARPS, head_dim, QUERY_ROWS), jnp.float32)),
             # One barrier a warpgroup and kind of copy.
             q_barrier=plgpu.Barrier(num_barriers=groups),
             keys_barrier=plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
@@ -327,9 +327,9 @@ class _Worker:
     def __init__(self, call: _Call, inputs: _Inputs, scratch, group, item: _WorkItem, following: _WorkItem):
         self.call, self.step, self.inputs, self.item, self.following = call, call.step, inputs, item, following
         self.num_steps = lax.div(item.end_page - item.first_page + self.step.pages - 1, self.step.pages)
-        self.q_smem, self.stats_smem, self.sum_smem = (scratch[n].at[group] for n in ("q_smem", "stats_smem", "sum_smem"))
-        (keys, open_keys), (values, open_values) = scratch["keys"], scratch["values"]
-        self.keys, self.open_keys, self.values, self.open_values = (x.at[group] for x in (keys, open_keys, values, open_values))
+        self.q_smem, self.stats_smem = scratch["q_smem"].at[group], scratch["stats_smem"].at[group]
+        self.keys, self.open_keys = (x.at[group] for x in scratch["keys"])
+        self.values, self.open_values, self.sum_smem = (x.at[group] for x in scratch["values"])
         self.q_barrier, self.keys_barrier, self.values_barrier, self.tile_barrier = (
             scratch[f"{n}_barrier"].at[group] for n in ("q", "keys", "values", "tile"))
 
@@ -353,6 +353,11 @@ class _Worker:
         state = lax.cond(item.is_last, self._unquantised, lambda s: s, state)
         tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
         self._write(state, out_ref.at[tile, item.split], stats_ref.at[tile, item.split])
+
+        @pl.when(ahead)
+        def _():  # only now: the sum of the warps went through the values' buffer
+            self._fetch(self.following, self.following.first_page, self.values, self.keys.shape[1], self.values_barrier)
+
         return ahead
 
     def _empty(self) -> _Softmax:
@@ -398,7 +403,7 @@ class _Worker:
         # A softcap would bring a hidden score back: then it is hidden afterwards.
         start = jnp.where(there | (self.call.logit_softcap is not None), 0.0, _HIDDEN)
         scores = fragments.key_scores(step, self.keys, self.q_smem, start)
-        plgpu.commit_smem()  # all warps are done with the keys
+        self._done_with_pages()
 
         @pl.when(more | ahead)
         def _():
@@ -406,6 +411,7 @@ class _Worker:
 
         @pl.when(~more & ahead)
         def _():
+            plgpu.commit_smem()
             self._fetch_q(target)
 
         if self.call.logit_softcap is not None:
@@ -421,13 +427,20 @@ class _Worker:
             state = dataclasses.replace(state, z=z)
             p = p * _over_queries(scale, p.shape)
         acc, bias = fragments.add_values(step, self.values, p, state.acc, state.bias)
-        plgpu.commit_smem()
+        self._done_with_pages()
 
-        @pl.when(more | ahead)
+        @pl.when(more)
         def _():
-            self._fetch(target, target_page, self.values, self.keys.shape[1], self.values_barrier)
+            self._fetch(item, target_page, self.values, self.keys.shape[1], self.values_barrier)
 
         return dataclasses.replace(state, acc=acc, bias=bias)
+
+    def _done_with_pages(self) -> None:
+        """The buffer may be written again. A page that one warp reads is fetched by that warp, whatever the others do."""
+        if self.step.warps_per_page == 1:
+            fragments.warp_done(self.step)
+        else:
+            plgpu.commit_smem()
 
     def _softcap(self, scores: jax.Array) -> jax.Array:
         cap = self.call.logit_softcap
@@ -467,6 +480,7 @@ class _Worker:
 
     def _unquantised(self, state: _Softmax) -> _Softmax:
         """Goes on with the sinks and the open page."""
+        plgpu.commit_smem()  # all warps are done with the pages
         sinks = self.call.fmt.sink_tokens
         closed = lax.div(jnp.maximum(self.item.kv_len - 1, 0), TOKENS)
         cache_row = self.item.row * self.call.num_kv_heads + lax.div(self.item.head, self.call.query_tiles)
@@ -529,7 +543,7 @@ class _Worker:
         """Sums the four warps and writes the partial result, relative to their common maximum."""
         scale = self.call.exponent_scale
         self.stats_smem.at[0][...] = state.m
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # and all warps are done with the values
         m = functools.reduce(jnp.maximum, [plgpu.load(self.stats_smem.at[0, w], layout=QUERIES) for w in range(WARPS)])
         beta = jnp.exp2((state.m - plgpu.layout_cast(lax.broadcast_in_dim(m, state.m.shape, [1]), PER_QUERY)) * scale)
         self.stats_smem.at[1][...] = state.l * beta

@@ -64,7 +64,7 @@ def inputs(fmt: KVFormat, batch: int, kv_len: int, num_kv_heads=4, group=8, head
     return q, pages, open_k, open_v, table, jnp.full((batch,), kv_len, jnp.int32), jnp.ones((batch,), jnp.int32)
 
 
-def seconds_a_call(step, q, *rest, repeats=7) -> float:
+def seconds_a_call(step, q, *rest, repeats=5) -> float:
     """Median over repeats of (time of 120 calls - time of 40 calls) / 80, each call's q depending on the last output."""
     def eight(_, q):
         for _ in range(8):
@@ -118,18 +118,14 @@ if __name__ == "__main__":
         check(a.check_every)
     bandwidth()
     b = lambda k, v, **o: dict(k_bits=k, v_bits=v, **o)
-    if a.plan == "third":
-        for pages in (16, 32):
-            mosaic_gpu.SPLIT_PAGES = pages
-            print("split", pages)
-            measure([b(2, 2)], [(16, 32768), (64, 32768)], [Tuning(1, 4, 132)])
-            measure([b(4, 4)], [(16, 32768)], [Tuning(2, 4, 132), Tuning(1, 2, 132)])
-            measure([b(3, 3)], [(16, 32768)], [Tuning(1, 3, 132)])
-        mosaic_gpu.SPLIT_PAGES = 16
-        measure([b(3, 3)], [(16, 32768)], [Tuning(1, 2, 132)])
-        measure([b(8, 8), b(16, 16), b(2, 2, outlier_channels=16, outlier_bits=4), b(2, 2, outlier_channels=16, outlier_bits=8)], [(16, 32768)], None)
+    if a.plan == "fourth":
+        measure([b(2, 2)], [(16, 32768), (64, 32768)], [Tuning(1, 4, 132)])
+        measure([b(4, 4)], [(16, 32768)], [Tuning(1, 3, 132), Tuning(2, 4, 132)])
+        measure([b(3, 3)], [(16, 32768)], [Tuning(1, 4, 132), Tuning(1, 3, 132)])
         measure([b(2, 2), b(4, 4)], [(1, 131072)], None)
-        measure([b(4, 4)], [(64, 32768)], None)
+        measure([b(2, 2, outlier_channels=16, outlier_bits=4), b(2, 2, outlier_channels=16, outlier_bits=8), b(16, 16)], [(16, 32768)], None)
+        measure([b(16, 16)], [(16, 32768)], [Tuning(4, 1, 132), Tuning(4, 1, 264)])
+        measure([b(8, 8)], [(16, 32768)], [Tuning(2, 3, 132), Tuning(4, 4, 132)])
     if a.plan == "first":
         measure([b(2, 2)], [(16, 32768)], [Tuning(1, w, n * 132) for w, n in ((4, 1), (3, 1), (2, 1), (2, 2), (1, 1), (1, 2), (1, 3), (1, 4))])
         measure([b(4, 4)], [(16, 32768)], [Tuning(p, w, n * 132) for p, w, n in ((1, 3, 1), (1, 2, 1), (1, 1, 3), (2, 4, 1), (2, 3, 1), (2, 2, 2), (1, 1, 2))])
