@@ -380,8 +380,8 @@ class _Worker:
         """
         pages, kv_head = self.step.pages, lax.div(item.head, self.call.query_tiles)
 
-        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-        def _():
+        @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
+        def fetch():
             warp = lax.axis_index("warp")
 
             @pl.when(warp < pages)
@@ -389,6 +389,8 @@ class _Worker:
                 page_id = self.inputs.table[item.row, jnp.clip(first_page + warp, 0, jnp.maximum(item.end_page - 1, 0))]
                 source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, destination.shape[1])]
                 plgpu.copy_gmem_to_smem(source, destination.at[warp], barrier)
+
+        fetch()
 
     def _closed_step(self, ahead, i, state: _Softmax) -> _Softmax:
         step, item = self.step, self.item

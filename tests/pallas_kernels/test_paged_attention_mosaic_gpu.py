@@ -1,0 +1,147 @@
+"""The Hopper kernel: on a GPU itself, on CPU in the interpreter with the twins of its tensor-core steps and race detection.
+
+Tests marked `gpu` hold every combination and run on a GPU only: `python -m pytest -m gpu tests/pallas_kernels`.
+"""
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import KVFormat, paged_attention
+from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention.mosaic_gpu import Tuning
+from tests.pallas_kernels import oracle
+from tests.pallas_kernels.paged_attention_cases import Cache, make_cache
+
+ON_GPU = jax.default_backend() == "gpu"
+NONE = dict.fromkeys(("sink_k", "sink_v", "sliding_window", "logit_softcap", "attention_sinks"))
+# One warpgroup: the interpreter takes buffers of several warpgroups that share a union for one buffer, and reports races.
+ONE = Tuning(1, 1, 2)
+LENGTHS = [1, 127, 128, 129, 3 * 128 - 1, 2500]
+# Relative L2 error of a row: queries x key scales, and weights x value scales, are rounded to bfloat16 (2**-9 each).
+ACCURACY = 1e-2
+
+
+def run(cache: Cache, tuning: Tuning | None = None) -> np.ndarray:
+    interpret = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=tuning is None or tuning.warpgroups == 1)
+    attend = functools.partial(
+        mosaic_gpu.paged_attention, **{**NONE, **cache.options}, tuning=tuning if tuning or ON_GPU else ONE, interpret=interpret)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        out = (jax.jit(attend) if ON_GPU else attend)(*map(jnp.asarray, cache.arrays()))
+    assert out.shape == cache.q.shape and out.dtype == cache.q.dtype
+    return np.asarray(out)
+
+
+def cache_of(fmt: dict, lengths=tuple(LENGTHS), **options) -> Cache:
+    return make_cache(
+        KVFormat(layout="mma_sm90", **fmt), list(lengths), **{"head_dim": 64, "num_queries": 1, "q_dtype": "bfloat16", **options})
+
+
+def row_errors(out: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Relative L2 error of every row that is in use."""
+    pairs = [(o.astype(np.float64), w) for o, w in zip(out, want) if w.any()]
+    assert pairs and not np.isnan(out.astype(np.float32)).any()
+    return np.array([np.linalg.norm(o - w) / np.linalg.norm(w) for o, w in pairs])
+
+
+def check(cache: Cache, tuning: Tuning | None = None) -> np.ndarray:
+    out = run(cache, tuning)
+    errors = row_errors(out, oracle.attention(*cache.arrays(), **cache.options))
+    assert errors.max() <= ACCURACY, errors
+    return out
+
+
+@pytest.mark.parametrize(("fmt", "options", "tuning"), [
+    ({"k_bits": 2, "v_bits": 3, "sink_tokens": 4}, {}, None),
+    ({"k_bits": 3, "v_bits": 2, "outlier_channels": 16, "outlier_bits": 8}, {"group": 8, "head_dim": 128}, None),
+    ({"k_bits": 4, "v_bits": 4, "outlier_channels": 16, "outlier_bits": 16}, {"group": 1}, Tuning(2, 1, 1)),
+    ({"k_bits": 8, "v_bits": 4}, {"group": 16, "lengths": (1, 130, 700)}, Tuning(2, 2, 1)),
+    ({"k_bits": 16, "v_bits": 16}, {"group": 5, "num_queries": 4}, Tuning(4, 1, 3)),
+], ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else None)
+def test_against_float64(fmt, options, tuning):
+    check(cache_of(fmt, **options), tuning)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(200, None), (70, 5.0), (None, 5.0)])
+def test_sinks_window_softcap_and_learned_sinks_together(window, softcap):
+    check(cache_of(
+        {"k_bits": 2, "v_bits": 2, "sink_tokens": 70}, (3, 71, 129, 130, 2500), num_queries=2, sliding_window=window,
+        logit_softcap=softcap, attention_sinks=np.linspace(-3, 4, 6).astype(np.float32)))
+
+
+def test_a_row_alone_and_in_any_batch_is_the_same_bits():
+    cache = cache_of({"k_bits": 2, "v_bits": 2}, (130, 2500, 1, 400))
+    together = run(cache, Tuning(1, 2, 3))
+    for row in range(4):
+        alone = dataclasses.replace(cache, kv_lens=np.where(np.arange(4) == row, cache.kv_lens, 0))
+        np.testing.assert_array_equal(run(alone)[row], together[row])
+
+
+def test_zero_constant_and_huge_groups():
+    cache = cache_of({"k_bits": 2, "v_bits": 2}, (400,), k_size=0.0)
+    check(cache)
+    cache = cache_of({"k_bits": 2, "v_bits": 2}, (400,), v_size=1e6)
+    check(cache)
+    assert np.isfinite(run(cache_of({"k_bits": 2, "v_bits": 2}, (400,), k_size=1e15)).astype(np.float32)).all()
+
+
+def test_shared_pages():
+    cache = cache_of({"k_bits": 3, "v_bits": 4}, (300, 300))
+    cache.block_table[1] = cache.block_table[0]
+    check(cache)
+
+
+def test_wrong_kernels_would_be_seen():
+    """The error measure is far above the tolerance for a uniform softmax, swapped scales and the wrong page."""
+    cache = cache_of({"k_bits": 4, "v_bits": 2}, (300, 700))
+    want = oracle.attention(*cache.arrays(), **cache.options)
+
+    def error(**changes):
+        wrong = dataclasses.replace(cache, **changes)
+        return row_errors(want, oracle.attention(*wrong.arrays(), **wrong.options))[:2].min()
+
+    layout = cache.options["kv_format"].page_layout(64)
+    (k, _), (v, _) = layout.planes()["k_scales"], layout.planes()["v_scales"]
+    swapped = cache.pages.copy()
+    swapped[..., k:k + 64], swapped[..., v:v + 64] = cache.pages[..., v:v + 64], cache.pages[..., k:k + 64]
+    turned = cache.block_table.copy()
+    turned[0, 0], turned[1, 0] = turned[1, 0], turned[0, 0]
+    assert error(q=np.zeros_like(cache.q)) > 5 * ACCURACY
+    assert error(pages=np.where(swapped == 0xFFFFFFFF, 0, swapped)) > 5 * ACCURACY
+    assert error(block_table=turned) > 5 * ACCURACY
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"kv_format": KVFormat(page_size=128)}, "layout='linear'"), ({"dtype": jnp.float32}, "q.dtype=float32"),
+    ({"head_dim": 96}, "head_dim=96")])
+def test_what_it_does_not_serve_is_named(change, message):
+    fmt, head_dim = change.get("kv_format", KVFormat(layout="mma_sm90")), change.get("head_dim", 64)
+    q = jnp.zeros((1, 1, 2, head_dim), change.get("dtype", jnp.bfloat16))
+    pages = jnp.zeros((1, 1, fmt.page_layout(head_dim).words), jnp.uint32)
+    open_k, lens = jnp.zeros((1, 1, 128, head_dim), jnp.bfloat16), jnp.ones(1, jnp.int32)
+    args = (q, pages, open_k, open_k, jnp.zeros((1, 1), jnp.int32), lens)
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic_gpu.paged_attention(*args, lens, kv_format=fmt, sm_scale=1.0, **NONE)
+    if not ON_GPU:
+        with pytest.raises(NotImplementedError, match="not on cpu"):
+            paged_attention(*args, kv_format=fmt, sm_scale=1.0, implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("v_bits", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("k_bits", [2, 3, 4, 8, 16])
+def test_every_pair_of_bits(k_bits, v_bits, head_dim):
+    check(cache_of({"k_bits": k_bits, "v_bits": v_bits}, head_dim=head_dim, group=8, k_size=2.0, v_size=2.0 / 7))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_group(group):
+    check(cache_of({"k_bits": 3, "v_bits": 2, "outlier_channels": 16, "outlier_bits": 4}, head_dim=128, group=group, num_queries=2))
