@@ -2,14 +2,16 @@
 export PYTHON
 VENV := .venv
 PY := $(VENV)/bin/python
+AOT_VENV := .venv-aot
 OUT ?= out
 CHECKPOINT ?= checkpoints/moe_10m
 
-.PHONY: demo test test-fast lint mutants data bench clean help
+.PHONY: demo test test-fast lint mutants aot data bench clean help
 
 help:
 	@echo "make demo       install, then decode and score real text with the KV cache at 16, 4, 3 and 2 bits"
-	@echo "make test       install, then lint, type check, tests, mutants"
+	@echo "make test       install, then lint, type check, tests, mutants, kernels compiled for an H200"
+	@echo "make aot        compile the Hopper kernels for an H200, without a GPU (part of make test)"
 	@echo "make test-fast  the tests alone, without the slow ones"
 	@echo "make data       fetch the training texts and the SmolLM2 weights into data/raw, prepare data/prepared"
 	@echo "make bench      CPU decode speed, see README"
@@ -23,6 +25,7 @@ demo: $(VENV)/.installed
 test: lint $(VENV)/.installed
 	$(PY) -m pytest -n 2 --dist loadfile --durations=20
 	$(PY) -m tests.mutants
+	$(MAKE) aot
 
 test-fast: $(VENV)/.installed
 	$(PY) -m pytest -n 2 --dist loadfile -m "not slow"
@@ -30,6 +33,12 @@ test-fast: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+$(AOT_VENV)/.installed: requirements-aot.txt launch/bootstrap.sh
+	launch/bootstrap.sh $(AOT_VENV) requirements-aot.txt
+
+aot: $(AOT_VENV)/.installed
+	$(AOT_VENV)/bin/python -m tests.aot_hopper
 
 mutants: $(VENV)/.installed
 	$(PY) -m tests.mutants
@@ -41,4 +50,4 @@ bench: $(VENV)/.installed
 	$(PY) -m experiments.decode --gin_file=configs/runs/bench_cpu.gin
 
 clean:
-	rm -rf $(VENV) $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AOT_VENV) $(OUT) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

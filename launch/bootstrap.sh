@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes the virtual environment $1 with the first Python >= 3.12 it finds, and installs moejax into it with pinned versions.
+# Makes the virtual environment $1 with the first Python >= 3.12 it finds, and installs moejax into it with pinned versions;
+# or, given a requirements file $2, installs that instead.
 # Looks at $PYTHON (if set), python3, python3.14, python3.13, python3.12, then pyenv's versions.
 set -eu
 venv=${1:-.venv}
@@ -31,5 +32,9 @@ echo "moejax: using $("$python" -c 'import sys; print(sys.executable, sys.versio
 cd "$root"
 rm -rf "$venv"
 "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+if [ $# -gt 1 ]; then
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$2"
+else
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+fi
 touch "$venv/.installed"

@@ -131,11 +131,13 @@ def paged_attention(
 def default_tuning(kv_format: KVFormat, head_dim: int) -> Tuning:
     """The layout of the work that measured best, or the first that fits into shared memory."""
     most = max(kv_format.k_bits, kv_format.v_bits)
-    for warps_per_page in (1, 2, 4) if most <= 4 else (2, 4) if most == 8 else (4,):
-        for warpgroups in (4, 3, 2, 1):
-            tuning = Tuning(warps_per_page, warpgroups, 132)
-            if _smem_bytes(kv_format, head_dim, tuning) <= SMEM_BYTES:
-                return tuning
+    # Codes of 2 and 3 bits are unpacked fastest by a warp that has a page of its own; wider ones need more room for each page.
+    first = {2: 1, 3: 1, 4: 2, 8: 2, 16: 4}[most]
+    choices = [(first, 4)] + [(w, g) for w in (1, 2, 4) if w >= first or most == 4 for g in (4, 3, 2, 1)]
+    for warps_per_page, warpgroups in choices:
+        tuning = Tuning(warps_per_page, warpgroups, 132)
+        if _smem_bytes(kv_format, head_dim, tuning) <= SMEM_BYTES:
+            return tuning
     raise NotImplementedError(f"mosaic_gpu: a page of {kv_format.name}, {head_dim=} does not fit into shared memory")
 
 

@@ -1,0 +1,146 @@
+"""Compiles the Hopper kernels for an H200 on a machine without a GPU, at every point that is advertised.
+
+  make aot          (every point; part of `make test`)
+  .venv-aot/bin/python -m tests.aot_hopper k2v2 k3v4        (points whose name contains one of these)
+
+A point that does not compile fails the run, and so does one that is refused. Needs an environment of its own
+(`requirements-aot.txt`): with the CUDA plugin installed, jax elsewhere complains that there is no GPU.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+
+BITS = (2, 3, 4, 8, 16)
+HEAD_DIMS = (64, 128, 256)
+
+# What the compiler must know of the target. Sizes: NVIDIA H100/H200 data sheets and the CUDA programming guide, capability 9.0.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One advertised call of `paged_attention`."""
+
+    fmt: tuple[tuple[str, object], ...]
+    head_dim: int = 128
+    group: int = 8
+    num_queries: int = 1
+    options: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.kv_format().name, f"H={self.head_dim} G={self.group} T={self.num_queries}",
+                         *(f"{k}={v}" for k, v in self.options)])
+
+    def kv_format(self):
+        from pallas_kernels import KVFormat
+
+        return KVFormat(layout="mma_sm90", **dict(self.fmt))
+
+
+def points() -> list[Point]:
+    def fmt(k_bits, v_bits, **others):
+        return tuple({"k_bits": k_bits, "v_bits": v_bits, **others}.items())
+
+    out = [Point(fmt(k, v), head_dim) for head_dim, k, v in itertools.product(HEAD_DIMS, BITS, BITS)]
+    out += [Point(fmt(k, 2, outlier_channels=16, outlier_bits=bits), head_dim)
+            for head_dim, k, bits in itertools.product(HEAD_DIMS, (2, 3), (4, 8, 16))]
+    out += [Point(fmt(4, 4), 128, group) for group in (1, 3, 7, 13, 16)]
+    everything = (("sliding_window", 4096), ("logit_softcap", 30.0), ("attention_sinks", True))
+    out += [Point(fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, everything)
+            for head_dim, (k, v, sinks) in itertools.product(HEAD_DIMS, ((2, 2, 4), (3, 4, 70), (16, 16, 4)))]
+    return out
+
+
+def compile_point(point: Point) -> tuple[str, float, str]:
+    """(name, seconds, what went wrong or nothing)."""
+    start, error = time.perf_counter(), ""
+    try:
+        _compile(point)
+    except Exception as e:  # whatever it is, it is reported with the point's name
+        error = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
+    return point.name, time.perf_counter() - start, error
+
+
+def _compile(point: Point) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from pallas_kernels.paged_attention import mosaic_gpu
+
+    topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x1")
+    replicated = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+    batch, kv_heads, columns, fmt = 3, 2, 40, point.kv_format()
+    heads = kv_heads * point.group
+    tokens = array((batch, kv_heads, 128, point.head_dim), jnp.bfloat16)
+    args = [
+        array((batch, point.num_queries, heads, point.head_dim), jnp.bfloat16),
+        array((batch * columns, kv_heads, fmt.page_layout(point.head_dim).words), jnp.uint32), tokens, tokens,
+        array((batch, columns), jnp.int32), array((batch,), jnp.int32), array((batch,), jnp.int32)]
+    arrays = {}
+    if fmt.sink_tokens:
+        arrays = {name: array((batch, kv_heads, fmt.sink_tokens, point.head_dim), jnp.bfloat16) for name in ("sink_k", "sink_v")}
+    options = {"sliding_window": None, "logit_softcap": None, "attention_sinks": None, "sink_k": None, "sink_v": None}
+    options |= dict(point.options)
+    if options["attention_sinks"]:
+        arrays["attention_sinks"] = array((heads,), jnp.float32)
+
+    def step(*args, **arrays):
+        return mosaic_gpu.paged_attention(*args, **{**options, **arrays}, kv_format=fmt, sm_scale=point.head_dim**-0.5)
+
+    jax.jit(step).lower(*args, **arrays).compile()
+
+
+def _use_packaged_assembler() -> None:
+    """ptxas of the nvidia-cuda-nvcc wheel, unless one is on PATH first."""
+    for path in sys.path:
+        for folder in pathlib.Path(path).glob("nvidia/cu13/bin"):
+            os.environ["PATH"] += os.pathsep + str(folder)
+
+
+def main(names: list[str]) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    _use_packaged_assembler()
+    chosen = [p for p in points() if not names or any(name in p.name for name in names)]
+    if not chosen:
+        print(f"no point's name contains one of {names}; names look like {points()[0].name!r}", file=sys.stderr)
+        return 2
+    failed = 0
+    with concurrent.futures.ProcessPoolExecutor(
+            min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for name, seconds, error in pool.map(compile_point, chosen):
+            failed += bool(error)
+            print(f"{'FAILED ' + error if error else 'ok'}  {name}  {seconds:.1f} s", flush=True)
+    print(f"{len(chosen) - failed} of {len(chosen)} points compile for an H200")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
