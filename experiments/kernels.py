@@ -1,121 +1,295 @@
-"""How fast is attention over the low-bit cache? `python -m experiments.kernels --spec=qwen3_30b_32k --kv_formats=k2v2`"""
+"""Is a kernel right, and how fast is it: `python -m experiments.kernels --spec=qwen3_30b_32k --formats=k4v4,k2v2`.
+
+Every op x implementation x named shape x cache format is compared with a float64 computation first, and timed when it is right
+(`pallas_kernels.bench`). In the same run, in the same way, the device's read bandwidth is measured and, where torch sees the same
+card, attention over a bfloat16 cache of the same shape by torch.
+"""
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import itertools
 import os
 import re
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-# torch needs memory of its own on the same GPU. Must precede the first use of a device.
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch works on the same card; must precede the use of a device
 
 import jax
 from tqdm import tqdm
 
-from experiments import cli
-from experiments.results import markdown_table
-from pallas_kernels import bench, dispatch
+from experiments import cli, results
+from pallas_kernels import bench, bench_cases, dispatch
+from pallas_kernels.close_page.specs import SPECS as CLOSE_PAGE_SPECS
 from pallas_kernels.kv_format import KVFormat
-from pallas_kernels.paged_attention.specs import SPECS
+from pallas_kernels.paged_attention.specs import SPECS as ATTENTION_SPECS
+from pallas_kernels.paged_attention.specs import PagedAttentionSpec
 
-OP = "paged_attention"
-FORMAT = re.compile(r"k(\d+)v(\d+)(?:\+(\d+)ch@(\d+))?(?:\+sink(\d+))?")
-COLUMNS = {
-    "spec": "", "kv_format": "", "effective_bits": ".2f", "implementation": "", "us": ".1f", "us_p10": ".1f", "us_p90": ".1f",
-    "gb_per_s": ".0f", "bandwidth_pct": ".0f", "speedup_vs_torch": ".2f", "worst_error": ".4f", "status": ""}
+SPECS: dict[str, dict[str, Any]] = {"paged_attention": ATTENTION_SPECS, "close_page": CLOSE_PAGE_SPECS}
+DEFAULT_SPECS = {
+    "paged_attention": ("qwen3_30b_32k", "qwen3_30b_32k_ragged", "qwen3_30b_b64_32k", "qwen3_30b_b64_32k_ragged",
+                        "qwen3_30b_b1_128k", "qwen3_30b_b1_128k_ragged"),
+    "close_page": ("burst_k2v2",),
+}
+CPU_SPECS = {"paged_attention": ("smollm2_135m_512",), "close_page": ("one_slot_k2v2",)}
+DEFAULT_FORMATS = ("k2v2", "k3v3", "k4v4", "k16v16", "k2v2+16ch@4", "k2v2+16ch@8")
+FORMAT = re.compile(r"k(\d+)v(\d+)(?:\+(\d+)ch@(\d+))?(?:\+sink(\d+))?(?:\+rot-(k?v?))?(?:\+clip-(k?v?))?")
+READ_BYTES = {"gpu": 1 << 30, "tpu": 1 << 30, "cpu": 1 << 26}
+MIB = 1 << 20
+COLUMNS = {"op": "", "implementation": "", "spec": "", "format": "", "us_p50": ".1f", "us_p10": ".1f", "us_p90": ".1f",
+           "gb_per_s": ",.1f", "read_bandwidth_pct": ".1f", "speedup_over_sdpa": ".2f", "relative_l2_error": ".1e", "status": ""}
 
 
 @cli.configurable
 def kernels(
-    spec: list[str] = ["smollm2_135m_512"],  # noqa: B006 (never changed)
-    kv_formats: list[str] = ["k16v16", "k4v4", "k3v3", "k2v2"],  # noqa: B006
+    op: list[str] = ["paged_attention"],  # noqa: B006 (never changed)
     implementation: list[str] = ["all"],  # noqa: B006
-    layout: str = "auto", calls: int = 100, repeats: int = 7, bandwidth_mib: int = 1024, seed: int = 0,
+    spec: list[str] | None = None,
+    formats: list[str] | None = None,
+    layout: str | None = None,
+    repeats: int = 11,
+    min_ms: float = 20.0,
+    working_set_mib: int = 256,
+    sdpa: bool = True,
 ) -> cli.Work:
-    """Checks, then times `paged_attention` over every given shape, cache format and implementation.
+    """Checks and times kernels: us a call (median, p10, p90), GB/s of what must move, % of read bandwidth, speed-up over torch.
 
-    Each kernel is compared with the float32 reference first, on short rows full of NaN where nothing is owned; a wrong one gets
-    no time and exit code 1. Times are of calls inside one jitted loop, with scales, block table, open page and merge. Beside
-    them, in the same run: the read bandwidth, and torch's bfloat16 flash attention of the same shape where torch has a GPU.
+    Exit code 1 when an implementation gives wrong results, or does not compile or run. Lists may be separated by commas.
 
     Args:
-      spec: named shapes of pallas_kernels/paged_attention/specs.py.
-      kv_formats: cache formats: k2v2, k4v2+sink4, k2v2+16ch@8 (16 key channels at 8 bits), ...
-      implementation: registered names, or all.
-      layout: order of codes in a page; auto takes mma_sm90 on a GPU and linear elsewhere.
-      calls: calls in the timed loop.
-      repeats: times the loop is run.
-      bandwidth_mib: MiB that the bandwidth measurement reads.
-      seed: of all random numbers.
+      op: paged_attention, close_page.
+      implementation: names, or all that are registered; one that cannot serve a call gets a row with its reason.
+      spec: named shapes (pallas_kernels/OP/specs.py), or all. By default those of the benchmark; on CPU one that is tiny.
+      formats: cache formats as tables name them, e.g. k2v2+16ch@8+sink4. By default six; for close_page what the shape names.
+      layout: of the pages; by default mma_sm90 on GPU where the format can be stored so, else linear.
+      repeats: samples a time is the median of.
+      min_ms: a sample is the difference of two loops of calls; how much longer the long one takes.
+      working_set_mib: calls of paged_attention take turns over pools that together take at least this (an H200's L2 is 60 MB).
+      sdpa: also time scaled_dot_product_attention of torch, flash, bfloat16.
     """
-    known = dispatch.implementations(OP)
-    for flag, values, accepted in (("spec", spec, tuple(SPECS)), ("implementation", implementation, ("all", *known))):
-        for value in values:
-            if value not in accepted:
-                raise ValueError(f"{flag}={value!r}: accepted are {', '.join(accepted)}")
-    for flag, number in (("calls", calls), ("repeats", repeats), ("bandwidth_mib", bandwidth_mib)):
-        if number < 1:
-            raise ValueError(f"{flag}={number}: must be at least 1")
-    if layout == "auto":
-        layout = "mma_sm90" if jax.default_backend() == "gpu" else "linear"
-    formats = [parse_format(text, layout) for text in kv_formats]
-    for name in spec:
-        for fmt in formats:
-            fmt.page_layout(SPECS[name].head_dim)
-    chosen = known if "all" in implementation else implementation
-
-    def work() -> dict:
-        bandwidth = bench.read_bandwidth(bandwidth_mib << 20)
-        torch_us = {name: _torch_us(name, repeats) for name in spec}
-        rows = []
-        points = [(s, f, i) for s in spec for f in formats for i in chosen]
-        for name, fmt, which in tqdm(points, unit="point", file=sys.stderr, dynamic_ncols=True):
-            rows.append(_measure(name, fmt, which, bandwidth, torch_us[name], calls, repeats, seed))
-            tqdm.write(str({key: value for key, value in rows[-1].items() if value is not None}), file=sys.stderr)
-        print(markdown_table(rows, COLUMNS))
-        wrong = any(row["status"] == "wrong" for row in rows)
-        return {"device": jax.devices()[0].device_kind, "read_gb_per_s": bandwidth / 1e9, "torch_sdpa_us": torch_us,
-                "layout": layout, "rows": rows, "exit_code": int(wrong)}
-
-    return work
+    for name, value, least in (("repeats", repeats, 1), ("working_set_mib", working_set_mib, 0)):
+        if value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
+    if not min_ms > 0:
+        raise ValueError(f"{min_ms=}: must be positive")
+    names = {"op": split(op), "implementation": split(implementation), "spec": split(spec), "formats": split(formats)}
+    runs = plan(**names, layout=layout)
+    timing = {"repeats": repeats, "min_s": min_ms / 1e3}
+    return lambda: Bench(timing, working_set_mib * MIB, sdpa).work(runs)
 
 
-def parse_format(text: str, layout: str) -> KVFormat:
-    """The format that e.g. "k2v2+16ch@8+sink4" names. Raises ValueError for other texts, and as `KVFormat` does."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One row of the table."""
+
+    op: str
+    spec_name: str
+    spec: Any
+    kv_format: KVFormat
+    implementation: str
+
+
+def split(names: Sequence[str] | None) -> list[str]:
+    """The names of a repeated flag whose values may be lists themselves."""
+    return [part.strip() for item in names or () for part in item.split(",")]
+
+
+def plan(op: list[str], implementation: list[str], spec: list[str], formats: list[str], layout: str | None) -> list[Run]:
+    """Every row to be measured, in order: what shares inputs stands together.
+
+    Raises:
+      ValueError: a name that is unknown, or known to none of the chosen ops; a format that cannot be stored.
+    """
+    choose("op", op, SPECS)
+    known = {name: dispatch.implementations(name) for name in op}
+    choose("implementation", implementation, ["all", *dict.fromkeys(sum(known.values(), ()))])
+    if spec:
+        choose("spec", spec, ["all", *(s for name in op for s in SPECS[name])])
+    parsed = [parse_format(text) for text in formats]
+    defaults = CPU_SPECS if jax.default_backend() == "cpu" else DEFAULT_SPECS
+    runs = []
+    for name in op:
+        for spec_name in SPECS[name] if "all" in spec else spec or defaults[name]:
+            shape = SPECS[name].get(spec_name)
+            if shape is None:  # another op's
+                continue
+            for f in formats_for(shape, parsed, layout):
+                runs += [Run(name, spec_name, shape, f, i) for i in known[name] if "all" in implementation or i in implementation]
+    return list(dict.fromkeys(runs))
+
+
+def choose(flag: str, names: list[str], accepted) -> None:
+    """Raises ValueError for no name and for one that is not accepted."""
+    for name in names or [""]:
+        if name not in accepted:
+            raise ValueError(f"{flag}={name!r}: accepted are {', '.join(accepted)}")
+
+
+def parse_format(text: str) -> KVFormat:
+    """The format that `KVFormat.name` calls so. Raises ValueError for any other text and for fields out of what is accepted."""
     match = FORMAT.fullmatch(text)
-    if match is None:
-        raise ValueError(f"kv_formats={text!r}: must look like k2v2, k4v2+sink4 or k2v2+16ch@8")
-    k_bits, v_bits, channels, bits, sinks = (int(x or 0) for x in match.groups())
-    return KVFormat(
-        k_bits=k_bits, v_bits=v_bits, outlier_channels=channels, outlier_bits=bits or 8, sink_tokens=sinks, layout=layout)
+    if match is not None:
+        k_bits, v_bits, channels, channel_bits, sinks = (int(x or 0) for x in match.groups()[:5])
+        rotated, clipped = (x or "" for x in match.groups()[5:])
+        f = KVFormat(
+            k_bits=k_bits, v_bits=v_bits, sink_tokens=sinks, outlier_channels=channels,
+            outlier_bits=channel_bits if channels else KVFormat.outlier_bits,
+            k_rotation="hadamard" if "k" in rotated else "none", v_rotation="hadamard" if "v" in rotated else "none",
+            k_range="clipped" if "k" in clipped else "minmax", v_range="clipped" if "v" in clipped else "minmax")
+        if f.name == text:
+            return f
+    raise ValueError(f"formats={text!r}: must look like k2v2+16ch@8+sink4+rot-kv+clip-k, each part after the bits optional")
 
 
-def _torch_us(name: str, repeats: int) -> float | str:
+def formats_for(spec, parsed: list[KVFormat], layout: str | None) -> list[KVFormat]:
+    """The formats to measure `spec` in. Raises ValueError for one that its heads cannot be stored in."""
+    page_size = spec.page_size if isinstance(spec, PagedAttentionSpec) else spec.kv_format.page_size
+    if not parsed:
+        parsed = ([parse_format(text) for text in DEFAULT_FORMATS] if isinstance(spec, PagedAttentionSpec) else [spec.kv_format])
+    return [with_layout(dataclasses.replace(f, page_size=page_size), layout, spec.head_dim) for f in parsed]
+
+
+def with_layout(kv_format: KVFormat, layout: str | None, head_dim: int) -> KVFormat:
+    """`kv_format` in `layout`; None: in mma_sm90 if the device is a GPU and the format can be stored so, else in linear."""
+    if layout is None and jax.default_backend() == "gpu":
+        try:
+            return with_layout(kv_format, "mma_sm90", head_dim)
+        except ValueError:
+            pass  # linear stores every format
+    chosen = dataclasses.replace(kv_format, layout=layout or "linear")
+    chosen.check_head_dim(head_dim)
+    return chosen
+
+
+class Bench:
+    """Measures rows one after the other. `timing`: repeats and min_s, as of `bench.sample`."""
+
+    def __init__(self, timing: dict[str, Any], working_set_bytes: int, with_sdpa: bool):
+        self.timing, self.working_set_bytes, self.with_sdpa = timing, working_set_bytes, with_sdpa
+
+    def work(self, runs: list[Run]) -> dict:
+        read = bench.read_bandwidth(READ_BYTES[jax.default_backend()], **self.timing)
+        rows: list[dict] = []
+        with tqdm(total=len(runs), unit="kernel", file=sys.stderr, dynamic_ncols=True) as bar:
+            for _, same_spec in itertools.groupby(runs, lambda run: (run.op, run.spec_name)):
+                group = list(same_spec)
+                baseline = self.baseline(group[0])
+                if "us_p50" in baseline:
+                    rows.append(self.baseline_row(group[0], baseline, read))
+                for kv_format, same_inputs in itertools.groupby(group, lambda run: run.kv_format):
+                    case = bench_cases.case(group[0].op, group[0].spec, kv_format, working_set_bytes=self.working_set_bytes)
+                    for run in same_inputs:
+                        rows.append(self.row(run, case, baseline, read))
+                        bar.write(" ".join(cell(rows[-1], key, form) for key, form in COLUMNS.items()), file=sys.stderr)
+                        bar.update()
+                    del case  # frees its memory
+        return self.report(rows, read)
+
+    def report(self, rows: list[dict], read: dict) -> dict:
+        table = [{key: cell(row, key, form) for key, form in COLUMNS.items()} for row in rows]
+        print(results.markdown_table(table, dict.fromkeys(COLUMNS, "")))
+        bad = sum(row["status"].startswith(("wrong", "failed")) for row in rows)
+        overhead = bench.loop_overhead(jax.numpy.ones((16, 1, 32, 128), "bfloat16"), **self.timing)
+        return {
+            "device": jax.devices()[0].device_kind, "platform": jax.default_backend(), "read_gb_per_s": read["gb_per_s"],
+            "loop_overhead_us": overhead["us_p50"], "repeats": self.timing["repeats"],
+            "working_set_bytes": self.working_set_bytes, "tolerance_relative_l2": bench.TOLERANCE, "rows": rows,
+            "wrong_or_failed": bad, "exit_code": 1 if bad else 0,
+        }
+
+    def row(self, run: Run, case: bench.Case, baseline: dict, read: dict) -> dict:
+        """One line of the table, and what is not shown there."""
+        measured = bench.measure(case, run.implementation, **self.timing)
+        row = {
+            "op": run.op, "implementation": run.implementation, "spec": run.spec_name, "format": run.kv_format.name,
+            "layout": run.kv_format.layout, "effective_bits": run.kv_format.page_layout(run.spec.head_dim).effective_bits(),
+            "bytes_moved": case.bytes_moved, **measured, "read_bandwidth_pct": percent(measured, read),
+            "sdpa_us_p50": baseline.get("us_p50"), "sdpa_not_measured": baseline.get("reason"), "speedup_over_sdpa": None}
+        if measured.get("us_p50") and baseline.get("us_p50"):
+            row["speedup_over_sdpa"] = baseline["us_p50"] / measured["us_p50"]
+        return row
+
+    def baseline_row(self, run: Run, baseline: dict, read: dict) -> dict:
+        return {"op": run.op, "implementation": "torch SDPA flash", "spec": run.spec_name, "format": "bfloat16", "status": "ok",
+                **baseline, "read_bandwidth_pct": percent(baseline, read)}
+
+    def baseline(self, run: Run) -> dict:
+        """`Samples.summary` and bytes_moved of torch's attention of this shape, or the reason why there is none."""
+        if run.op != "paged_attention":
+            return {"reason": f"torch has no {run.op}"}
+        if not self.with_sdpa:
+            return {"reason": "--nosdpa"}
+        return sdpa_baseline(run.spec, self.working_set_bytes, self.timing)
+
+
+def percent(measured: dict, read: dict) -> float | None:
+    """The rate in percent of the read bandwidth."""
+    rate, most = measured.get("gb_per_s"), read["gb_per_s"]
+    return 100 * rate / most if rate and most else None
+
+
+def cell(row: dict, key: str, form: str) -> str:
+    """Text of one table cell."""
+    value = row.get(key)
+    if value is None:
+        return f"not measured: {row['sdpa_not_measured']}" if key == "speedup_over_sdpa" and row.get("sdpa_not_measured") else "-"
+    return format(value, form)
+
+
+def sdpa_baseline(spec: PagedAttentionSpec, working_set_bytes: int, timing: dict) -> dict:
+    """Times torch's flash attention over a contiguous bfloat16 cache of the same shape, on the first CUDA device.
+
+    The query heads of a KV head stand as queries, so that keys and values are read once; calls are replayed as a CUDA graph.
+    """
+    lens = spec.kv_lens()
+    if spec.q_len != 1:
+        return {"reason": "flash attention masks several queries from the start of the sequence"}
+    if lens.min() != lens.max():
+        return {"reason": "flash attention takes no length a row"}
+    if importlib.util.find_spec("torch") is None:
+        return {"reason": "torch is not installed"}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"reason": "torch sees no CUDA device"}
     try:
-        return bench.torch_seconds(SPECS[name], repeats) * 1e6
-    except NotImplementedError as e:
-        return f"not measured: {e}"
+        return _time_sdpa(torch, spec, working_set_bytes, timing)
+    except RuntimeError as error:  # out of memory, or flash cannot serve the shape
+        return {"reason": str(error).splitlines()[0]}
+    finally:
+        torch.cuda.empty_cache()
 
 
-def _measure(
-    name: str, fmt: KVFormat, implementation: str, bandwidth: float, torch_us: float | str, calls: int, repeats: int, seed: int,
-) -> dict:
-    spec, layout = SPECS[name], fmt.page_layout(SPECS[name].head_dim)
-    row = {"spec": name, "kv_format": fmt.name, "implementation": implementation, "effective_bits": layout.effective_bits()}
-    try:
-        row["worst_error"] = float(bench.row_errors(spec, fmt, implementation, seed).max())
-    except NotImplementedError as e:
-        return {**row, "status": f"refused: {e}"}
-    if not row["worst_error"] <= bench.MAX_ERROR:  # NaN is wrong too
-        return {**row, "status": "wrong"}
-    inputs = bench.make_inputs(spec, fmt, seed)
-    timing = bench.seconds_per_call(
-        bench.attention(spec, fmt, implementation), *inputs.arrays, calls=calls, repeats=repeats, **inputs.sinks)
-    moved = bench.moved_bytes(spec, fmt)
-    row |= {"us": timing.median * 1e6, "us_p10": timing.p10 * 1e6, "us_p90": timing.p90 * 1e6,
-            "gb_per_s": moved / timing.median / 1e9, "bandwidth_pct": 100 * moved / timing.median / bandwidth}
-    if isinstance(torch_us, float):
-        row["speedup_vs_torch"] = torch_us / row["us"]
-    return {**row, "status": "ok"}
+def _time_sdpa(torch, spec: PagedAttentionSpec, working_set_bytes: int, timing: dict) -> dict:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    group = spec.num_heads // spec.num_kv_heads
+    kv_shape = (spec.batch, spec.num_kv_heads, spec.kv_len, spec.head_dim)
+    kv_bytes = 2 * 2 * spec.batch * spec.num_kv_heads * spec.kv_len * spec.head_dim
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(spec.batch, spec.num_kv_heads, group, spec.head_dim, **options)
+    turns = [tuple(torch.randn(kv_shape, **options) for _ in "kv") for _ in range(max(1, -(-working_set_bytes // kv_bytes)))]
+    graphs: dict[int, Any] = {}
+
+    def attend(calls: int) -> None:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.inference_mode():
+            for i in range(calls):
+                torch.nn.functional.scaled_dot_product_attention(q, *turns[i % len(turns)])
+
+    def run(calls: int) -> None:
+        if calls not in graphs:
+            attend(2)
+            torch.cuda.synchronize()
+            graphs[calls] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[calls]):
+                attend(calls)
+        graphs[calls].replay()
+        torch.cuda.synchronize()
+
+    bytes_moved = kv_bytes + 2 * q.numel() * 2
+    return {**bench.sample(run, **timing).summary(bytes_moved), "bytes_moved": bytes_moved}
 
 
 if __name__ == "__main__":

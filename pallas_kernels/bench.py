@@ -1,193 +1,153 @@
-"""Times `paged_attention` over implementations, shapes and cache formats. Correctness comes first: a wrong kernel gets no time.
+"""Measures any op x implementation x case: correct first, then the time of one call, with its spread.
 
-Needs jax and numpy only; torch, where it has a GPU, gives the time of its own bfloat16 attention beside it.
+`bench_cases` makes the cases out of the named shapes; `experiments.kernels` is the command line. Needs jax and numpy only.
+
+How a call is timed: n calls stand in one jitted loop, each call's input made from the previous call's output in a way that the
+compiler cannot see through. A long loop minus a short one, divided by the difference in calls, is one sample; so what one launch
+from Python costs falls out. What is left beside the op is one small elementwise operation a call (`loop_overhead`).
 """
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.close_page import close_page
-from pallas_kernels.kv_format import KVFormat
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.specs import PagedAttentionSpec
-from pallas_kernels.pallas_utils import INVALID, cdiv
-
-DISTINCT_PAGES = 64  # pages that are quantised; the pool holds copies of them, each in memory of its own
-MAX_ERROR = 2e-2  # relative L2 error of a row, against the reference in float32
-NAN_WORD = 0xFFFFFFFF
-
-_close = jax.jit(close_page, static_argnames="kv_format")
+# Weights of the softmax and queries times key scales pass through bfloat16 in the fast kernels: 2**-9 each, on terms a few times
+# larger than their sum. Wrong pages, heads, scales or weights give errors of the order of 1.
+TOLERANCE = 2e-2
+SHORT_CALLS = 2
+MAX_CALLS = 1000
+# Added to an input times an output: far below half a unit in the last place of the input, which the compiler cannot know.
+TINY = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds of one call: median, and the 10th and 90th percentile of the repeats."""
+class Case:
+    """One call of an op, ready to be checked and timed.
 
-    median: float
-    p10: float
-    p90: float
+    Attributes:
+      op: its name.
+      call: call(implementation, i, x, *operands) -> one array; i is the number of the call in its loop.
+      x: the operand through which one call of a loop depends on the one before.
+      operands: the other arrays.
+      feed: feed(x, out) -> the next call's x: equal to x, but not in the eyes of the compiler.
+      bytes_moved: bytes that one call must at least read and write in device memory.
+      check: check(implementation) -> worst relative L2 error against the exact result; inf for a violated property.
+    """
+
+    op: str
+    call: Callable[..., jax.Array]
+    x: jax.Array
+    operands: tuple[Any, ...]
+    feed: Callable[[jax.Array, jax.Array], jax.Array]
+    bytes_moved: int
+    check: Callable[[str], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Arguments of `paged_attention`, in its order."""
+class Samples:
+    """Times of one call in microseconds, one a repetition."""
 
-    q: jax.Array
-    pages: jax.Array
-    open_k: jax.Array
-    open_v: jax.Array
-    block_table: jax.Array
-    kv_lens: jax.Array
-    sinks: dict[str, jax.Array]
+    us: tuple[float, ...]
 
-    @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        return self.q, self.pages, self.open_k, self.open_v, self.block_table, self.kv_lens
+    def summary(self, bytes_moved: int) -> dict[str, float | None]:
+        """Median and spread, and the rate in GB/s (1e9 bytes a second) at which a call of the median time moves its bytes.
 
-
-def make_inputs(spec: PagedAttentionSpec, fmt: KVFormat, seed: int = 0) -> Inputs:
-    """A pool of shuffled pages of normal keys (every 16th channel 8 times as large) and values; what no row owns is NaN."""
-    key = jax.random.key(seed)
-    channel = jnp.where(jnp.arange(spec.head_dim) % 16 == 15, 8.0, 1.0)
-    if fmt.outlier_channels:
-        channel = jnp.sort(channel)  # the cache's permutation puts the promoted channels last
-
-    def tokens(i: int, count: int, length: int, scale) -> jax.Array:
-        shape = (count, spec.num_kv_heads, length, spec.head_dim)
-        return (jax.random.normal(jax.random.fold_in(key, i), shape) * scale).astype(jnp.bfloat16)
-
-    some = _close(
-        tokens(0, DISTINCT_PAGES, fmt.page_size, channel), tokens(1, DISTINCT_PAGES, fmt.page_size, 1.0), kv_format=fmt)
-    closed = [(n - 1) // fmt.page_size for n in spec.kv_lens]
-    columns, rng = max(1, cdiv(spec.kv_len, fmt.page_size)), np.random.default_rng(seed)
-    ids = rng.permutation(sum(closed) + 1).astype(np.int32)  # one page that no row owns
-    table, first = np.full((spec.batch, columns), INVALID, np.int32), 0
-    for row, count in enumerate(closed):
-        table[row, :count] = ids[first:first + count]
-        first += count
-    source = jax.random.randint(key, (len(ids),), 0, DISTINCT_PAGES)
-    pages = jax.jit(lambda some, source: some[source].at[ids[-1]].set(NAN_WORD))(some, source)
-    lens = jnp.asarray(spec.kv_lens, jnp.int32)
-    owned = jnp.arange(fmt.page_size) < (lens - jnp.asarray(closed) * fmt.page_size)[:, None]
-    open_k, open_v = (
-        jnp.where(owned[:, None, :, None], tokens(i, spec.batch, fmt.page_size, scale), jnp.nan)
-        for i, scale in ((2, channel), (3, 1.0)))
-    sinks = {name: tokens(i, spec.batch, fmt.sink_tokens, 1.0) for i, name in ((4, "sink_k"), (5, "sink_v"))}
-    q = jax.random.normal(jax.random.fold_in(key, 6), (spec.batch, spec.q_len, spec.num_heads, spec.head_dim)) / channel
-    return Inputs(q.astype(jnp.bfloat16), pages, open_k, open_v, jnp.asarray(table), lens, sinks if fmt.sink_tokens else {})
+        All None when the median is not positive: the noise was larger than the time.
+        """
+        p50, p10, p90 = (float(np.percentile(self.us, q)) for q in (50, 10, 90))
+        if not p50 > 0:
+            return {"us_p50": None, "us_p10": None, "us_p90": None, "gb_per_s": None}
+        return {"us_p50": p50, "us_p10": p10, "us_p90": p90, "gb_per_s": bytes_moved / p50 / 1e3}
 
 
-def attention(spec: PagedAttentionSpec, fmt: KVFormat, implementation: str) -> Callable[..., jax.Array]:
-    """The call that is checked and timed: f(*Inputs.arrays, **Inputs.sinks)."""
-    def call(*arrays, **sinks):
-        return paged_attention(
-            *arrays, kv_format=fmt, sm_scale=spec.head_dim**-0.5, implementation=implementation, **sinks)
-    return call
+def sample(run: Callable[[int], Any], *, repeats: int, min_s: float) -> Samples:
+    """Times one call.
 
-
-def row_errors(spec: PagedAttentionSpec, fmt: KVFormat, implementation: str, seed: int = 0) -> np.ndarray:
-    """Relative L2 errors against the reference in float32, on a few short rows of the same heads, channels and format.
-
-    Raises:
-      NotImplementedError: the implementation does not serve this call.
+    Args:
+      run: run(n) makes n calls, each after the one before, and returns when the last is done. Free to compile for each n.
+      repeats: samples.
+      min_s: seconds that the long loop should take longer than the short one; at most MAX_CALLS calls are made for it.
     """
-    small = dataclasses.replace(spec, batch=4, kv_len=3 * fmt.page_size + fmt.page_size // 2 + spec.q_len, ragged=True)
-    if spec.q_len > 1:  # queries must lie in the open page
-        small = dataclasses.replace(small, ragged=False)
-    inputs = make_inputs(small, fmt, seed)
-    got = jax.jit(attention(small, fmt, implementation))(*inputs.arrays, **inputs.sinks)
-    want = jax.jit(attention(small, fmt, "reference"))(inputs.q.astype(jnp.float32), *inputs.arrays[1:], **inputs.sinks)
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return np.array([np.linalg.norm(g - w) / np.linalg.norm(w) for g, w in zip(got, want)])
+    run(SHORT_CALLS)  # compiles
+    call_s = min(_seconds(run, SHORT_CALLS) for _ in range(2)) / SHORT_CALLS
+    more = int(np.clip(min_s / call_s, 1, MAX_CALLS))
+    run(SHORT_CALLS + more)
+    pairs = [(_seconds(run, SHORT_CALLS + more), _seconds(run, SHORT_CALLS)) for _ in range(repeats)]
+    return Samples(tuple(1e6 * (long - short) / more for long, short in pairs))
 
 
-def seconds_per_call(call, q: jax.Array, *rest, calls: int, repeats: int, **options) -> Timing:
-    """Times `calls` calls in one jitted loop. A barrier makes each call's q wait for the output of the call before.
+def _seconds(run: Callable[[int], Any], calls: int) -> float:
+    start = time.perf_counter()
+    run(calls)
+    return time.perf_counter() - start
 
-    The loop's length is static: then the device runs it without asking the host.
+
+def loop(call: Callable[..., jax.Array], x: jax.Array, operands: tuple, feed) -> Callable[[int], Any]:
+    """run(n) for `sample`: n times out = call(i, x, *operands), x = feed(x, out), in one compiled program for each n."""
+    # n is static: a loop whose trip count the device decides asks the host before each turn.
+    @functools.partial(jax.jit, static_argnames="n")
+    def repeated(x, operands, n):
+        out = jax.eval_shape(functools.partial(call, 0), x, *operands)
+
+        def body(i, carry):
+            # All that a call does depends on the turn: nothing can be moved out of the loop, be it only a conversion.
+            x, inputs = lax.optimization_barrier((carry[0], operands))
+            out = call(i, x, *inputs)
+            return feed(x, out), out  # carried whole, so computed whole
+
+        return lax.fori_loop(0, n, body, (x, jnp.zeros(out.shape, out.dtype)))
+
+    return lambda n: jax.block_until_ready(repeated(x, operands, n))
+
+
+def add_tiny(x: jax.Array, out: jax.Array) -> jax.Array:
+    """`Case.feed` of ops whose output looks like their input; x as it was, unless `out` is not finite."""
+    return x + out * jnp.asarray(TINY, out.dtype)
+
+
+def measure(case: Case, implementation: str, *, repeats: int, min_s: float) -> dict[str, Any]:
+    """Checks one implementation, then times it if it is right.
+
+    Returns:
+      status: "ok", "refused: ...", "wrong: ...", "failed: ..." (did not compile or run) or "too noisy: ..."; relative_l2_error,
+      None if it was not computed; and `Samples.summary` if it is right.
     """
-    @jax.jit
-    def loop(q, *rest, **options):
-        def again(_, carry):
-            q, out = lax.optimization_barrier(carry)
-            return q, call(q, *rest, **options)
-
-        return lax.fori_loop(0, calls, again, (q, jnp.zeros_like(q)))[1]
-
-    def run() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(loop(q, *rest, **options))
-        return (time.perf_counter() - start) / calls
-
-    run()
-    times = sorted(run() for _ in range(repeats))
-    return Timing(statistics.median(times), *(float(np.quantile(times, p)) for p in (0.1, 0.9)))
-
-
-def moved_bytes(spec: PagedAttentionSpec, fmt: KVFormat) -> int:
-    """Bytes that a call must move: closed pages, the filled part of open pages, sinks, the block table, queries and output."""
-    layout, heads = fmt.page_layout(spec.head_dim), spec.num_kv_heads
-    total = 2 * spec.batch * spec.q_len * spec.num_heads * spec.head_dim * 2
-    for length in spec.kv_lens:
-        closed = (length - 1) // fmt.page_size
-        unquantised = length - closed * fmt.page_size + fmt.sink_tokens
-        total += closed * (heads * layout.page_bytes + 4) + unquantised * heads * spec.head_dim * 2 * 2
-    return total
-
-
-def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
-    """Bytes a second of a reduction over `num_bytes` of float32."""
-    x = jax.random.normal(jax.random.key(0), (num_bytes // 4,))
-    loop = jax.jit(lambda x: lax.fori_loop(0, 10, lambda _, s: jnp.sum(x + s * 1e-30), jnp.float32(0)))
-    jax.block_until_ready(loop(x))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(loop(x))
-        times.append((time.perf_counter() - start) / 10)
-    return x.nbytes / statistics.median(times)
-
-
-def torch_seconds(spec: PagedAttentionSpec, repeats: int) -> float:
-    """Median seconds of torch's flash attention in bfloat16 over the longest row's length, the group as query rows.
-
-    Raises:
-      NotImplementedError: no torch with a GPU here, with the reason.
-    """
+    error = None
     try:
-        import torch
-    except ImportError as e:
-        raise NotImplementedError(f"torch cannot be imported ({e})") from None
-    if not torch.cuda.is_available():
-        raise NotImplementedError("torch sees no GPU")
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+        error = case.check(implementation)
+        if not error <= TOLERANCE:  # NaN is wrong too
+            return {"status": f"wrong: relative L2 error {error:.2g}, must be at most {TOLERANCE}", "relative_l2_error": error}
+        run = loop(functools.partial(case.call, implementation), case.x, case.operands, case.feed)
+        summary = sample(run, repeats=repeats, min_s=min_s).summary(case.bytes_moved)
+    except NotImplementedError as refusal:
+        reason = str(refusal).partition(f"{implementation} refused: ")[2] or str(refusal)
+        return {"status": f"refused: {reason}", "relative_l2_error": error}
+    except jax.errors.JaxRuntimeError as failure:
+        return {"status": f"failed: {str(failure).splitlines()[0]}", "relative_l2_error": error}
+    status = "ok" if summary["us_p50"] else "too noisy: no time stood out of the noise, raise min_ms"
+    return {"status": status, "relative_l2_error": error, **summary}
 
-    group = spec.num_heads // spec.num_kv_heads
-    k, v = (torch.randn(spec.batch, spec.num_kv_heads, spec.kv_len, spec.head_dim, device="cuda", dtype=torch.bfloat16)
-            for _ in "kv")
-    q = torch.randn(spec.batch, spec.num_kv_heads, group * spec.q_len, spec.head_dim, device="cuda", dtype=torch.bfloat16)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        graph, times = torch.cuda.CUDAGraph(), []
-        for _ in range(3):
-            torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        with torch.cuda.graph(graph):
-            for _ in range(10):
-                torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        for _ in range(repeats + 1):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / 10 / 1e3)
-    del q, k, v, graph
-    torch.cuda.empty_cache()
-    return statistics.median(times[1:])
+
+def read_bandwidth(num_bytes: int, *, repeats: int, min_s: float) -> dict[str, Any]:
+    """`Samples.summary` of reading `num_bytes` (a power of two) of device memory: a reduction, timed as ops are."""
+    rows = 1 << (num_bytes // 4).bit_length() // 2
+    words = jax.jit(lambda: lax.broadcasted_iota(jnp.uint32, (rows, num_bytes // 4 // rows), 1))()
+
+    def total(i, x, words):
+        return jnp.sum(jnp.sum(words ^ x, axis=1))  # the exclusive or keeps x inside of the sum
+
+    run = loop(total, jnp.uint32(1), (words,), lambda x, out: x ^ out)
+    return sample(run, repeats=repeats, min_s=min_s).summary(words.nbytes)
+
+
+def loop_overhead(x: jax.Array, *, repeats: int, min_s: float) -> dict[str, Any]:
+    """`Samples.summary` of the same loop around nothing, over an input like `x`: it is part of every time."""
+    return sample(loop(lambda i, x: x, x, (), add_tiny), repeats=repeats, min_s=min_s).summary(0)

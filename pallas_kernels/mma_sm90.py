@@ -34,8 +34,8 @@ LANES = 32
 QUAD_WORDS = LANES * 4
 
 
-def third_bit_position(tile: int) -> int:
-    """Bit, inside a 16-bit half of its word, of the third bit of tile `tile` (of 16 in a quad)."""
+def third_bit_position(tile):
+    """Bit (int, or an array of them), inside a 16-bit half of its word, of the third bit of tile `tile` (of 16 in a quad)."""
     return (2 * (tile % 8) + 2) % 16 + tile // 8
 
 

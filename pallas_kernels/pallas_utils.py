@@ -11,8 +11,8 @@ MASK_VALUE = -1e38
 INVALID = -1  # page id of a block-table entry that names no page
 
 
-def cdiv(a: int, b: int) -> int:
-    """Smallest integer >= a / b, for b > 0."""
+def cdiv(a, b: int):
+    """Smallest integer >= a / b, for b > 0; `a` an int or an integer array."""
     return -(-a // b)
 
 

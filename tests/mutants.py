@@ -31,13 +31,24 @@ class Mutant:
 
 ATTENTION = "pallas_kernels/paged_attention/reference.py"
 PAGES = "pallas_kernels/close_page/reference.py"
+HOPPER = "pallas_kernels/paged_attention/mosaic_gpu.py"
 ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mixed_lengths"
 
 MUTANTS = (
-    Mutant("value scales used for keys", PAGES, 'plane.get("k_scales"), -2', 'plane["v_scales"][..., :layout.base_channels], -2',
-           "tests/pallas_kernels/test_close_page_reference.py"),
-    Mutant("scale and offset swapped", PAGES, "bits_to_float32(scales & 0xFFFF", "bits_to_float32(scales >> 16",
-           "tests/pallas_kernels/test_close_page_reference.py"),
+    Mutant("value scales used for keys", PAGES, 'plane.get("k_scales"), f.k_bits',
+           'plane["v_scales"][..., :layout.base_channels], f.k_bits', "tests/pallas_kernels/test_close_page_reference.py"),
+    Mutant("scale and offset swapped", PAGES, "scale[..., None, :], offset[..., None, :], f)",
+           "offset[..., None, :], scale[..., None, :], f)", "tests/pallas_kernels/test_close_page_reference.py"),
+    Mutant("third bit of a code one place low", "pallas_kernels/mma_sm90.py", ", 1, count) << 2)", ", 1, count) << 1)",
+           "tests/pallas_kernels/test_mma_sm90.py"),
+    Mutant("Hopper: a split's maximum ignored in the merge", HOPPER, "jnp.exp2(split_m - new_m)", "jnp.exp2(split_m - split_m)",
+           "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
+    Mutant("Hopper: the next page", HOPPER, "jnp.clip(first_page + warp, 0", "jnp.clip(first_page + warp + 1, 0",
+           "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
+    Mutant("Hopper: unowned open values not cleared", HOPPER, "self._clear_values(end - first)", "pass",
+           "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
+    Mutant("Hopper: value offsets not rescaled", HOPPER, "z=state.z * alpha", "z=state.z",
+           "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
     Mutant("scale rounded down", "pallas_kernels/quantize.py", "/ steps, dtype, up=True", "/ steps, dtype, up=False",
            "tests/pallas_kernels/test_quantize.py"),
     Mutant("high bit of 3-bit codes one place low", "pallas_kernels/packing.py", ", 1) << 2)", ", 1) << 1)",

@@ -108,7 +108,7 @@ def _join(planes: dict[str, jax.Array | None], layout: PageLayout) -> jax.Array:
     for name, (first, words) in [*layout.planes().items(), ("end", (layout.words, 0))]:
         if first > end:
             parts.append(jnp.zeros((*lead, first - end), jnp.uint32))
-        if name in planes:
-            parts.append(planes[name])
+        if (plane := planes.get(name)) is not None:
+            parts.append(plane)
         end = first + words
     return jnp.concatenate(parts, axis=-1)

@@ -22,4 +22,6 @@ SPECS = {
     "outliers_k2v3": ClosePageSpec(
         batch=2, num_kv_heads=2, head_dim=64,
         kv_format=KVFormat(k_bits=2, v_bits=3, outlier_channels=16, sink_tokens=4, k_range="clipped")),
+    # All pages of a burst of prompts: inputs far larger than a GPU's L2.
+    "burst_k2v2": ClosePageSpec(batch=1024, num_kv_heads=4, head_dim=128, kv_format=KVFormat(k_bits=2, v_bits=2)),
 }

@@ -9,7 +9,6 @@ from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.paged_attention import reference
 
 
-
 def _mosaic_gpu(*args, **kwargs) -> jax.Array:
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on {jax.default_backend()}")

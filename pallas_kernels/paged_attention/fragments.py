@@ -20,12 +20,10 @@ those, because it cannot run inlined instructions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -33,7 +31,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 from pallas_kernels import mma_sm90
-from pallas_kernels.close_page.reference import open_page
 from pallas_kernels.kv_format import QUANT_BITS, KVFormat, PageLayout
 from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE, TOKEN_TILES
 from pallas_kernels.quantize import bits_to_float32
@@ -126,8 +123,7 @@ def add_values(step: Step, words_ref, p: jax.Array, acc: jax.Array, bias: jax.Ar
       acc and bias.
     """
     if step.use_twins:
-        words = jnp.concatenate([jnp.zeros((step.pages, step.layout.key_words), jnp.uint32), words_ref[...].reshape(step.pages, -1)], -1)
-        codes = _value_codes(step, words).reshape(WARPS, step.tokens, step.head_dim)
+        codes = _value_codes(step, words_ref[...].reshape(step.pages, -1)).reshape(WARPS, step.tokens, step.head_dim)
         return acc + _dot("wth,wtn->whn", codes, _round(p)), bias
     acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
     bias_type = plgpu.ShapeDtypeStruct((WARPS, 8, QUERY_ROWS), jnp.float32, layout=ROWS)
@@ -181,7 +177,7 @@ def _round(x: jax.Array) -> jax.Array:
 
 
 def _key_scores_twin(step: Step, words, q, start) -> jax.Array:
-    layout, fmt = step.layout, step.fmt
+    layout = step.layout
     words, q = words.reshape(step.pages, -1), q.astype(jnp.float32)
     total = jnp.zeros((step.pages, mma_sm90.TOKENS, QUERY_ROWS), jnp.float32)
     for segment in _key_segments(layout):
@@ -198,10 +194,10 @@ def _key_scores_twin(step: Step, words, q, start) -> jax.Array:
     return total.reshape(WARPS, step.tokens, QUERY_ROWS) + start[:, None]
 
 
-def _value_codes(step: Step, page_words: jax.Array) -> jax.Array:
-    """Value codes (the values themselves at 16 bits) float32 [pages, 128, H]."""
-    first, size = step.layout.planes()["v_codes"]
-    codes = mma_sm90.unpack_values(page_words[:, first:first + size], step.fmt.v_bits, step.head_dim)
+def _value_codes(step: Step, words: jax.Array) -> jax.Array:
+    """Value codes (the values themselves at 16 bits) float32 [pages, 128, H], of the values' parts."""
+    _, size = step.layout.planes()["v_codes"]
+    codes = mma_sm90.unpack_values(words[:, :size], step.fmt.v_bits, step.head_dim)
     return bits_to_float32(codes, "bfloat16") if step.fmt.v_bits == 16 else codes.astype(jnp.float32)
 
 
@@ -244,11 +240,11 @@ def _value_scale_word(step: Step) -> int:
 def _i32(value: int) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     value &= 0xFFFFFFFF
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value - (1 << 32) if value >= 1 << 31 else value))
+    return mgpu.utils.c(value - (1 << 32) if value >= 1 << 31 else value, i32)
 
 
 def _f32(value: float) -> ir.Value:
-    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+    return mgpu.utils.c(value, ir.F32Type.get())
 
 
 def _asm(code: str, constraints: str, operands: list[ir.Value], results: int = 1, kind=None):
@@ -415,7 +411,7 @@ class _Unpacker:
             return _asm("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [low, high])
         return word
 
-    def _two_bits(self, word: ir.Value, field: int, third: tuple[ir.Value, int] | None) -> ir.Value:
+    def _two_bits(self, word: ir.Value, field: int, third: ir.Value | None) -> ir.Value:
         shift, offset = field_offset(field)
         exponent = (134 - offset) << 7
         code = _and_or(_shift(word, shift), 0x00030003 << offset, exponent << 16 | exponent)
@@ -510,7 +506,7 @@ def _rescale_body(step: Step, acc, bias, alpha) -> tuple[fa.FragmentedArray, fa.
         "vote.sync.all.pred p, q, 0xffffffff; selp.u32 $0, 1, 0, p;}", "=r,f,f", factors)
     tiles = [*_accumulators(acc), *_accumulators(bias)]
     flat = [value for tile in tiles for value in tile]
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, _i32(1)), [v.type for v in flat], has_else=True)
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, _i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(flat)
     with ir.InsertionPoint(branch.else_block):
@@ -571,7 +567,7 @@ def _load_value_scales(step: Step, words_ref) -> tuple[fa.FragmentedArray, fa.Fr
         [word] = _load_words(address, (_value_scale_word(step) + 8 * row) * 4, 1)
         scales.append(arith.bitcast(f32, arith.shli(word, _i32(16))))
         offsets.append(arith.bitcast(f32, arith.andi(word, _i32(0xFFFF0000))))
-    return tuple(_row_array(values, layout, step.tokens) for values in (scales, offsets))
+    return _row_array(scales, layout, step.tokens), _row_array(offsets, layout, step.tokens)
 
 
 def _row_array(values: list[ir.Value], layout, rows: int) -> fa.FragmentedArray:

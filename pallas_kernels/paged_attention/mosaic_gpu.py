@@ -37,6 +37,7 @@ from pallas_kernels.pallas_utils import MASK_VALUE, cdiv
 
 HEAD_DIMS = (64, 128, 256)
 SPLIT_PAGES = 16
+MAX_QUERY_ROWS = 64  # queries times query heads of a KV head
 SMEM_BYTES = 227 * 1024
 _LOG2E = math.log2(math.e)
 _MERGED_AT_ONCE = 8
@@ -106,16 +107,17 @@ def paged_attention(
     Raises:
       NotImplementedError: what this kernel does not serve, by name.
     """
-    _refuse(q, kv_format, open_k)
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = open_k.shape[1]
     rows = num_heads // num_kv_heads * num_queries
+    _refuse(q, kv_format, open_k, rows)
     layout = kv_format.page_layout(head_dim)
     tuning = tuning or default_tuning(kv_format, head_dim)
     step = Step(layout, tuning.warps_per_page, use_twins=interpret is not None)
     call = _Call(
         step=step, tuning=tuning, num_kv_heads=num_kv_heads, query_tiles=cdiv(rows, QUERY_ROWS), num_queries=num_queries,
-        num_splits=cdiv(block_table.shape[1], SPLIT_PAGES), sm_scale=sm_scale, sliding_window=sliding_window, logit_softcap=logit_softcap)
+        num_splits=cdiv(block_table.shape[1], SPLIT_PAGES), sm_scale=sm_scale, sliding_window=sliding_window,
+        logit_softcap=logit_softcap)
     width = head_dim // 2
     pages = pages.reshape(-1, layout.words // width, width)
     open_k, open_v = (x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, TOKENS, head_dim) for x in (open_k, open_v))
@@ -141,7 +143,10 @@ def default_tuning(kv_format: KVFormat, head_dim: int) -> Tuning:
     raise NotImplementedError(f"mosaic_gpu: a page of {kv_format.name}, {head_dim=} does not fit into shared memory")
 
 
-def _refuse(q, kv_format: KVFormat, open_k) -> None:
+def _refuse(q, kv_format: KVFormat, open_k, rows: int) -> None:
+    if rows > MAX_QUERY_ROWS:
+        raise NotImplementedError(
+            f"mosaic_gpu: {rows} query rows a KV head of {q.shape=}: at most {MAX_QUERY_ROWS}; every 8 read the cache again")
     if kv_format.layout != "mma_sm90":
         raise NotImplementedError(f"mosaic_gpu: layout={kv_format.layout!r}: only 'mma_sm90' pages are read")
     if q.shape[-1] not in HEAD_DIMS:
@@ -209,17 +214,17 @@ def _partial_kernel(call: _Call, batch: int, interpret: Any):
             jax.ShapeDtypeStruct((tiles, call.num_splits, head_dim, QUERY_ROWS), jnp.float32),
             jax.ShapeDtypeStruct((tiles, call.num_splits, 2, QUERY_ROWS), jnp.float32)],
         grid=(tuning.blocks,), grid_names=("block",), num_threads=groups, thread_name="warpgroup",
-        scratch_types=dict(
-            q_smem=plgpu.SMEM((groups, QUERY_ROWS, head_dim), jnp.bfloat16),
-            stats_smem=plgpu.SMEM((groups, 2, WARPS, QUERY_ROWS), jnp.float32),
-            keys=union(layout.key_words),
-            values=union(layout.value_words, plgpu.SMEM((groups, WARPS, head_dim, QUERY_ROWS), jnp.float32)),
+        scratch_types={
+            "q_smem": plgpu.SMEM((groups, QUERY_ROWS, head_dim), jnp.bfloat16),
+            "stats_smem": plgpu.SMEM((groups, 2, WARPS, QUERY_ROWS), jnp.float32),
+            "keys": union(layout.key_words),
+            "values": union(layout.value_words, plgpu.SMEM((groups, WARPS, head_dim, QUERY_ROWS), jnp.float32)),
             # One barrier a warpgroup and kind of copy.
-            q_barrier=plgpu.Barrier(num_barriers=groups),
-            keys_barrier=plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
-            values_barrier=plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
-            tile_barrier=plgpu.Barrier(num_arrivals=2, num_barriers=groups),
-        ),
+            "q_barrier": plgpu.Barrier(num_barriers=groups),
+            "keys_barrier": plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
+            "values_barrier": plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
+            "tile_barrier": plgpu.Barrier(num_arrivals=2, num_barriers=groups),
+        },
         # Barriers of the warpgroup are where this file says `commit_smem`, and nowhere else.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
@@ -310,7 +315,7 @@ def _find_item(call: _Call, index, num_items, kv_lens_ref, q_lens_ref, starts_re
     row = jnp.where(is_last, work - num_full, found)
     kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
     closed = lax.div(jnp.maximum(kv_len - 1, 0), TOKENS)
-    lowest = np.int32(0)  # first page that a query sees
+    lowest: Any = np.int32(0)  # first page that a query sees
     if call.sliding_window is not None:
         lowest = lax.div(jnp.maximum(kv_len - q_len - call.sliding_window + 1, 0), TOKENS)
     end_split = jnp.maximum(lax.div(closed + SPLIT_PAGES - 1, SPLIT_PAGES), 1)
@@ -463,11 +468,12 @@ class _Worker:
     def _query_positions(self, shape) -> jax.Array:
         """Position of the query of each row, int32 `shape` as `ROWS`."""
         row = plgpu.broadcasted_iota(jnp.int32, shape, 2, layout=ROWS)
-        return self.item.kv_len - self.item.q_len + lax.rem(row + lax.rem(self.item.head, self.call.query_tiles) * QUERY_ROWS, self.call.num_queries)
+        row += lax.rem(self.item.head, self.call.query_tiles) * QUERY_ROWS
+        return self.item.kv_len - self.item.q_len + lax.rem(row, self.call.num_queries)
 
     def _highest_hidden(self) -> jax.Array:
         """Closed pages that begin below this position may have hidden tokens."""
-        bound = np.int32(self.call.fmt.sink_tokens)
+        bound: Any = np.int32(self.call.fmt.sink_tokens)
         if self.call.sliding_window is not None:
             bound = jnp.maximum(bound, self.item.kv_len - self.call.sliding_window)
         return bound
@@ -527,21 +533,23 @@ class _Worker:
 
     def _clear_values(self, count) -> None:
         """Zeros the rows of the value tile from `count` on: nobody owns them, and 0 times NaN is NaN."""
-        layout = plgpu.Layout.WG_STRIDED((8, self.step.head_dim), vec_size=8 * self.step.head_dim // 128)
-        zeros = plgpu.layout_cast(jnp.zeros((8, self.step.head_dim), jnp.bfloat16), layout)
-        for block in range(OPEN_TOKENS // 8):
-            rows = self.open_values.at[pl.ds(8 * block, 8)]
-
-            @pl.when(count <= 8 * block)
-            def _():
-                rows[...] = zeros
-
-            @pl.when((count > 8 * block) & (count < 8 * block + 8))
-            def _():
-                row = plgpu.broadcasted_iota(jnp.int32, zeros.shape, 0, layout=layout)
-                rows[...] = jnp.where(row + 8 * block < count, plgpu.load(rows, layout=layout), zeros)
-
+        for first in range(0, OPEN_TOKENS, 8):
+            self._clear_rows(self.open_values.at[pl.ds(first, 8)], count - first)
         plgpu.commit_smem()
+
+    def _clear_rows(self, rows, count) -> None:
+        """The same for 8 rows."""
+        layout = plgpu.Layout.WG_STRIDED(rows.shape, vec_size=rows.shape[1] // 16)
+        zeros = plgpu.layout_cast(jnp.zeros(rows.shape, rows.dtype), layout)
+
+        @pl.when(count <= 0)
+        def _():
+            rows[...] = zeros
+
+        @pl.when((count > 0) & (count < 8))
+        def _():
+            row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=layout)
+            rows[...] = jnp.where(row < count, plgpu.load(rows, layout=layout), zeros)
 
     def _write(self, state: _Softmax, out_ref, stats_ref) -> None:
         """Sums the four warps and writes the partial result, relative to their common maximum."""
@@ -586,8 +594,9 @@ def _merge(call: _Call, partial, stats, kv_lens, q_lens, attention_sinks, q, int
     out = plgpu.kernel(
         functools.partial(_merge_body, call), out_type=jax.ShapeDtypeStruct((batch * heads, QUERY_ROWS, head_dim), q.dtype),
         grid=(batch * heads, head_dim // _MERGED_CHANNELS), grid_names=("tile", "channels"),
-        scratch_types=dict(out_smem=plgpu.SMEM(
-            (QUERY_ROWS, _MERGED_CHANNELS), q.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))),
+        scratch_types={"out_smem": plgpu.SMEM(
+            (QUERY_ROWS, _MERGED_CHANNELS), q.dtype,
+            transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))},  # type: ignore[abstract]
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="paged_attention_merge", interpret=interpret)(partial, stats, kv_lens, q_lens, *sinks)
     out = out.reshape(batch, call.num_kv_heads, -1, head_dim)[:, :, :group * num_queries]

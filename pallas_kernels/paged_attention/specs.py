@@ -3,10 +3,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedAttentionSpec:
-    """`batch` sequences of `kv_len` tokens (`ragged`: spread evenly from 1 to `kv_len`), `q_len` queries each."""
+    """`batch` sequences, `q_len` queries each; all of `kv_len` tokens, or, when `ragged`, spread evenly from 1 to `kv_len`."""
 
     batch: int
     q_len: int
@@ -17,17 +19,15 @@ class PagedAttentionSpec:
     page_size: int = 128
     ragged: bool = False
 
-    @property
-    def kv_lens(self) -> list[int]:
-        """Tokens of each sequence, at least `q_len`."""
-        if not self.ragged or self.batch == 1:
-            return [self.kv_len] * self.batch
-        step = (self.kv_len - 1) / (self.batch - 1)
-        return [max(self.q_len, round(1 + i * step)) for i in range(self.batch)]
+    def kv_lens(self) -> np.ndarray:
+        """Tokens of each row, int32 [batch], longest first."""
+        shortest = 1 if self.ragged else self.kv_len
+        return np.linspace(self.kv_len, shortest, self.batch).round().astype(np.int32)
 
 
-def _qwen3_30b(batch: int, kv_len: int, ragged: bool = False) -> PagedAttentionSpec:
-    return PagedAttentionSpec(batch=batch, q_len=1, num_heads=32, num_kv_heads=4, head_dim=128, kv_len=kv_len, ragged=ragged)
+def _qwen3_30b(batch: int, kv_len: int, *, ragged: bool = False) -> PagedAttentionSpec:
+    return PagedAttentionSpec(
+        batch=batch, q_len=1, num_heads=32, num_kv_heads=4, head_dim=128, kv_len=kv_len, ragged=ragged)
 
 
 SPECS = {
@@ -36,7 +36,10 @@ SPECS = {
     "qwen3_30b_32k": _qwen3_30b(16, 32768),
     "qwen3_30b_32k_ragged": _qwen3_30b(16, 32768, ragged=True),
     "qwen3_30b_b64_32k": _qwen3_30b(64, 32768),
+    "qwen3_30b_b64_32k_ragged": _qwen3_30b(64, 32768, ragged=True),
     "qwen3_30b_b1_128k": _qwen3_30b(1, 131072),
+    # One row has one length: here one that fills neither its open page nor a whole split.
+    "qwen3_30b_b1_128k_ragged": _qwen3_30b(1, 131072 - 1237),
     "gpt_oss_20b_8k": PagedAttentionSpec(
         batch=16, q_len=1, num_heads=64, num_kv_heads=8, head_dim=64, kv_len=8192),
     "prefill_piece_4k": PagedAttentionSpec(
