@@ -16,7 +16,9 @@ from moejax.config import ModelConfig
 from moejax.layers import RMSNorm, linear, normal_param, out_std
 from pallas_kernels.pallas_utils import MASK_VALUE
 
-# (layer, q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H]
+# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H], in one layer
+LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# The same with the layer's index in front.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -44,9 +46,9 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, sliding_window: i
 class Attention(nnx.Module):
     """The attention of one block."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, param_dtype):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.config, self.layer = config, layer
+        self.config = config
         self.w_q_NHD = normal_param(rngs, (N, H, D), param_dtype)
         self.w_k_KHD = normal_param(rngs, (K, H, D), param_dtype)
         self.w_v_KHD = normal_param(rngs, (K, H, D), param_dtype)
@@ -62,8 +64,13 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm((N, H) if full else (H,), config.rms_norm_eps, param_dtype)
             self.k_norm = RMSNorm((K, H) if full else (H,), config.rms_norm_eps, param_dtype)
 
-    def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, attend: LayerAttend) -> jax.Array:
         """x [B, T, D], cos and sin [B, T, 1, H/2] -> [B, T, D]."""
+        q, k, v = self.project(x_BTD)
+        return self.output(attend(rope.apply(q, cos, sin), rope.apply(k, cos, sin), v))
+
+    def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], normed and clipped, before RoPE."""
         config = self.config
         has_bias = config.attention_bias
         q = self._heads(x_BTD, self.w_q_NHD, self.b_q_NH if has_bias else None)
@@ -73,10 +80,14 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if config.clip_qkv is not None:
             q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
-        out = attend(self.layer, rope.apply(q, cos, sin), rope.apply(k, cos, sin), v)
-        B, T, D = x_BTD.shape
-        bias = self.b_o_D[...] if config.attention_out_bias else None
-        return linear(out.reshape(B, T, -1), self.w_o_DNH[...].reshape(D, -1), bias)
+        return q, k, v
+
+    def output(self, out_BTNH: jax.Array) -> jax.Array:
+        """The heads' outputs [B, T, N, H] -> [B, T, D]."""
+        B, T = out_BTNH.shape[:2]
+        w_o = self.w_o_DNH[...]
+        return linear(out_BTNH.reshape(B, T, -1), w_o.reshape(w_o.shape[0], -1),
+                      self.b_o_D[...] if self.config.attention_out_bias else None)
 
     def _heads(self, x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
         heads, head_dim, width = w.shape

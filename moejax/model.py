@@ -6,6 +6,7 @@
 """
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax import rope
-from moejax.attention import Attend, Attention, causal_attention
+from moejax.attention import Attend, Attention, LayerAttend, causal_attention
 from moejax.config import ModelConfig, MoE
 from moejax.experts import Experts
 from moejax.layers import MLP, RMSNorm, normal_param
@@ -39,7 +40,7 @@ class Block(nnx.Module):
         mlp = config.layers[layer].mlp
         self.is_moe = isinstance(mlp, MoE)
         self.attention_norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, param_dtype)
-        self.attention = Attention(config, layer, rngs=rngs, param_dtype=param_dtype)
+        self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype)
         self.mlp_norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, param_dtype)
         self.mlp: Experts | MLP
         if isinstance(mlp, MoE):
@@ -47,9 +48,12 @@ class Block(nnx.Module):
         else:
             self.mlp = MLP(config, mlp, rngs=rngs, param_dtype=param_dtype)
 
-    def __call__(self, x_BTD, cos, sin, attend: Attend, valid) -> tuple[jax.Array, Routing | None]:
+    def __call__(self, x_BTD, cos, sin, attend: LayerAttend, valid) -> tuple[jax.Array, Routing | None]:
         """x [B, T, D] -> ([B, T, D], routing or None)."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, attend)
+        return self.feed_forward(x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, attend), valid)
+
+    def feed_forward(self, x_BTD: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, Routing | None]:
+        """The second half of the block."""
         h_BTD = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, Experts):
             out, routing = self.mlp(h_BTD, valid)
@@ -109,16 +113,18 @@ class Transformer(nnx.Module):
         cos, sin = rope.cos_sin(self.config, positions, length)
         x_BTD = self.embedding_VD[...][tokens].astype(self.dtype)
         router = []
-        for block in self.blocks:
-            x_BTD, routing = block(x_BTD, cos, sin, attend, valid)
+        for layer, block in enumerate(self.blocks):
+            x_BTD, routing = block(x_BTD, cos, sin, functools.partial(attend, layer), valid)
             router.append(routing)
         if logit_positions is not None:
             x_BTD = jnp.take_along_axis(x_BTD, logit_positions[:, None, None], axis=1)
-        return ModelOutput(self._logits(self.final_norm(x_BTD)), tuple(router))
+        x_BTD = self.final_norm(x_BTD)
+        logits = jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+        return ModelOutput(logits, tuple(router))
 
-    def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        head = self.embedding_VD if self.config.tie_word_embeddings else self.lm_head_VD
-        return jnp.einsum("btd,vd->btv", x_BTD, head[...].astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+    def head(self) -> jax.Array:
+        """The output projection [V, D]; the embedding when they are tied."""
+        return (self.embedding_VD if self.config.tie_word_embeddings else self.lm_head_VD)[...]
 
     def _attend_all(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return causal_attention(q, k, v, self.config.layers[layer].sliding_window)
