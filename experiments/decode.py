@@ -11,6 +11,7 @@ import numpy as np
 from experiments import cli
 from moejax import accounting, compilation_cache
 from moejax import checkpoint as checkpoints
+from moejax import kv_schedule as schedules
 from moejax.config import require_int
 from moejax.engine import Engine
 from moejax.requests import make_jobs
@@ -27,6 +28,7 @@ def decode(
     prompt_tokens: int | None = None,
     sampling: SamplingParams = SamplingParams(),
     kv_format: KVFormat = KVFormat(),
+    kv_schedule: str | None = None,
     num_samples: int = 1,
     max_batch: int = 8,
     max_len: int = 2048,
@@ -47,9 +49,10 @@ def decode(
       prompt_tokens: cut each prompt to its first so many tokens.
       sampling: max_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos.
       kv_format: the cache's format.
+      kv_schedule: a JSON file with a format for each layer, in place of kv_format (`experiments.search_bits` writes such files).
       num_samples: completions a prompt; they share the prompt's pages.
       max_batch, max_len, num_pages, steps_per_segment: of the engine.
-      calibration_file: text to choose promoted key channels on, read when kv_format.outlier_channels > 0.
+      calibration_file: text on which promoted key channels and calibrated rotations are measured, read when the format has them.
       repeats: run everything so many times; the later ones compile nothing.
     """
     for name, value in (("num_samples", num_samples), ("repeats", repeats)):
@@ -61,8 +64,11 @@ def decode(
         raise ValueError(f"{checkpoint=}: has no tokenizer")
     texts = [read_text(prompt_file)] if prompt_file is not None else prompt
     prompts = [tokenizer.encode(text)[:prompt_tokens] for text in texts]
-    calibration = tokenizer.encode(read_text(calibration_file)[:16384]) if kv_format.outlier_channels else None
-    engine = Engine(model, tokenizer, kv_format=kv_format, max_batch=max_batch, max_len=max_len, num_pages=num_pages,
+    num_layers = model.config.num_layers
+    formats = schedules.per_layer(kv_format, num_layers) if kv_schedule is None else schedules.load(kv_schedule, num_layers)
+    calibrated = any(f.needs_calibration for f in formats)
+    calibration = tokenizer.encode(read_text(calibration_file)[:16384]) if calibrated else None
+    engine = Engine(model, tokenizer, kv_format=formats, max_batch=max_batch, max_len=max_len, num_pages=num_pages,
                     steps_per_segment=steps_per_segment, calibration_tokens=calibration)
     make_jobs(prompts, sampling, num_samples, engine.limits)  # refuses what cannot be served
     load_s = time.perf_counter() - started
@@ -80,9 +86,9 @@ def decode(
             print(f"[{len(c.prompt_token_ids)} + {len(c.token_ids)} tokens, {c.finish_reason}] {c.text!r}")
         generated = sum(len(c.token_ids) for c in completions)
         steps = engine.stats.step_ms
-        layout = kv_format.page_layout(model.config.head_dim)
         return {
-            "checkpoint": checkpoint, "kv_format": kv_format.name, "effective_bits": layout.effective_bits(),
+            "checkpoint": checkpoint, "kv_format": schedules.name(formats),
+            "effective_bits": schedules.effective_bits(formats, model.config.head_dim),
             "load_s": load_s, "ttft_cold_ms": cold_ms, "ttft_ms": [c.ttft_ms for c in completions],
             "tpot_ms_p50": float(np.percentile(steps, 50)) if steps else None,
             "tpot_ms_p99": float(np.percentile(steps, 99)) if steps else None,

@@ -1,11 +1,14 @@
 """What a KV cache format costs in quality: `python -m experiments.quality --k_bits=16,4,2 --v_bits=16,4,2 --output_dir=DIR`.
 
-Scoring is teacher-forced and sees exactly what decoding would see: the text goes through the paged cache in pieces, pages are
-quantised as they close, and each token attends to the quantised pages before its own (`moejax.kv_cache`).
+Scoring is teacher-forced and sees exactly what decoding would see: pages are quantised as they close, each token attends to the
+quantised pages before its own, and a layer hands on what it would hand on then, so errors compound (`moejax.scoring`). Beside
+perplexity it reports the KL divergence to the 16-bit cache and its drift along the window, top-1 agreement, the attention's output
+error, and how many experts the router chooses differently.
 """
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -14,21 +17,25 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from experiments import cli, plots, results
+from experiments import cli, metrics, plots, presets, results
 from experiments.decode import read_text
-from moejax import accounting, calibration, compilation_cache, decode, page_table
+from moejax import accounting, calibration, compilation_cache
 from moejax import checkpoint as checkpoints
+from moejax import kv_schedule as schedules
 from moejax.config import require_int
 from moejax.engine import Engine
 from moejax.model import Transformer
 from moejax.sampling import SamplingParams
+from moejax.scoring import Comparison, Pass, Scorer
 from moejax.tokenizer import Tokenizer
 from pallas_kernels import dispatch
-from pallas_kernels.kv_format import KVFormat, RangeRule, Rotation
+from pallas_kernels.kv_format import Axis, Codes, KeyRotation, KVFormat, RangeRule, Rotation, ScaleDtype
 
 CALIBRATION_TOKENS = 2048
-COLUMNS = {"format": "", "effective_bits": ".3f", "effective_bits_at_context": ".3f", "cache_bytes_per_token": ",.0f",
-           "perplexity": ".3f", "top1_agreement_pct": ".2f", "tpot_ms_p50": ".2f", "tpot_ms_p99": ".2f"}
+COLUMNS = {"format": "", "effective_bits": ".3f", "effective_bits_at_4k": ".3f", "effective_bits_at_32k": ".3f",
+           "perplexity": ".3f", "perplexity_increase_pct": ".2f", "perplexity_increase_pct_low": ".2f",
+           "perplexity_increase_pct_high": ".2f", "kl": ".5f", "top1_agreement_pct": ".2f", "routing_flip_pct": ".2f",
+           "tpot_ms_p50": ".2f", "tpot_ms_p99": ".2f"}
 
 cli.register(KVFormat)  # for quality.formats
 
@@ -38,19 +45,46 @@ class CacheOptions:
     """What the compared formats have in common: the fields of `KVFormat` other than the bits. Checked there, at each width."""
 
     page_size: int = 128
-    sink_tokens: int = 0
-    outlier_channels: int = 0
-    outlier_bits: int = 8
+    k_axis: Axis = "channel"
+    v_axis: Axis = "token"
+    k_group: int = 0
+    v_group: int = 0
+    k_symmetric: bool = False
+    v_symmetric: bool = False
+    k_codes: Codes = "uniform"
+    v_codes: Codes = "uniform"
     k_range: RangeRule = "minmax"
     v_range: RangeRule = "minmax"
-    k_rotation: Rotation = "none"
+    outlier_channels: int = 0
+    outlier_bits: int = 8
+    outlier_choice: Literal["calibrated", "page"] = "calibrated"
+    k_sparse: int = 0
+    v_sparse: int = 0
+    k_rotation: KeyRotation = "none"
     v_rotation: Rotation = "none"
-    scale_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    rotation_block: int = 32
+    sink_tokens: int = 0
+    open_pages: int = 1
+    key_rope: Literal["post", "pre"] = "post"
+    scale_dtype: ScaleDtype = "bfloat16"
 
     def at(self, k_bits: int, v_bits: int) -> KVFormat:
-        """The format of these widths; channels are only promoted where `outlier_bits` exceeds `k_bits`."""
-        promoted = self.outlier_channels if self.outlier_bits > k_bits else 0
-        return KVFormat(k_bits=k_bits, v_bits=v_bits, **{**dataclasses.asdict(self), "outlier_channels": promoted})
+        """The format of these widths; channels are only promoted where `outlier_bits` exceeds `k_bits`, and sparse entries only
+        kept where there are codes."""
+        fields = dataclasses.asdict(self)
+        if self.outlier_bits <= k_bits:
+            fields["outlier_channels"] = 0
+        fields["k_sparse"] *= k_bits < 16
+        fields["v_sparse"] *= v_bits < 16
+        return KVFormat(k_bits=k_bits, v_bits=v_bits, **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One row of the table: a label and a format for each layer."""
+
+    label: str
+    formats: tuple[KVFormat, ...]
 
 
 @cli.configurable
@@ -61,11 +95,15 @@ def quality(
     v_bits: list[int] | None = None,
     options: CacheOptions = CacheOptions(),
     formats: list[KVFormat] | None = None,
+    preset: list[str] | None = None,
+    kv_schedule: list[str] | None = None,
+    skip_first_layers: int = 0,
+    skip_last_layers: int = 0,
     context: int = 1024,
     windows: int = 4,
     sample_tokens: int = 48,
 ) -> cli.Work:
-    """Scores text with several cache formats, beside the 16-bit cache: perplexity, top-1 agreement, bits, bytes, time a token.
+    """Scores text with several cache formats, beside the 16-bit cache: perplexity, KL, top-1 agreement, bits, time a token.
 
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
@@ -73,44 +111,48 @@ def quality(
       k_bits, v_bits: one format a pair; v_bits None means as k_bits.
       options: the fields that all of these formats share (--page_size, --sink_tokens, --outlier_channels, ...).
       formats: whole formats, in place of the pairs (gin only).
+      preset: named formats (`experiments.presets`), in place of the pairs.
+      kv_schedule: JSON files with a format a layer (`moejax.kv_schedule`), in place of the pairs.
+      skip_first_layers, skip_last_layers: layers whose cache stays at 16 bits; of pairs and formats.
       context: tokens a window, scored from an empty cache; a multiple of the page size.
       windows: windows of each text.
-      sample_tokens: tokens generated, greedily, after the first half window of the first text, and timed one by one.
+      sample_tokens: tokens generated, greedily, after the first half window of the first text, and timed one by one; 0 for none.
     """
-    for name, value in (("context", context), ("windows", windows), ("sample_tokens", sample_tokens)):
-        require_int(name, value)
-    chosen = formats_of(k_bits, v_bits, options, formats)
-    for f in chosen:
+    for name, value, least in (("context", context, 1), ("windows", windows, 1), ("sample_tokens", sample_tokens, 0)):
+        require_int(name, value, least=least)
+    for name in preset or []:
+        presets.get(name)
+    if formats is None and preset is None and kv_schedule is None:
+        formats = pairs(k_bits, v_bits, options)
+    compilation_cache.enable()
+    bench = Bench.of(checkpoint, tuple(text), context, windows)
+    num_layers, head_dim = bench.model.config.num_layers, bench.model.config.head_dim
+    chosen = [Candidate(f.name, schedules.skip_layers(f, num_layers, first=skip_first_layers, last=skip_last_layers))
+              for f in formats or []]
+    chosen += [Candidate(name, presets.get(name).formats(num_layers, head_dim)) for name in preset or []]
+    chosen += [Candidate(path, schedules.load(path, num_layers)) for path in kv_schedule or []]
+    chosen = list(dict.fromkeys(chosen))
+    if not chosen:
+        raise ValueError("no formats: give k_bits, formats, preset or kv_schedule")
+    for f in {f for c in chosen for f in c.formats}:
         if context % f.page_size:
             raise ValueError(f"{context=}: must be a multiple of page_size={f.page_size}")
-    compilation_cache.enable()
-    model, tokenizer = checkpoints.load(checkpoint)
-    if tokenizer is None:
-        raise ValueError(f"{checkpoint=}: has no tokenizer, text cannot be scored with it")
-    for f in chosen:
-        f.check_head_dim(model.config.head_dim)
-    limit = model.config.max_position_embeddings
+        f.check_head_dim(head_dim)
+    limit = bench.model.config.max_position_embeddings
     if context + sample_tokens > limit:
         raise ValueError(f"{context=}: with {sample_tokens=} it exceeds the model's max_position_embeddings={limit}")
-    tokens = {path: read_windows(path, tokenizer, context, windows) for path in text}
-    tail = np.concatenate([rest for _, rest in tokens.values()])
-    if any(f.outlier_channels for f in chosen) and len(tail) < CALIBRATION_TOKENS // 2:
-        raise ValueError(f"outlier_channels: need {CALIBRATION_TOKENS // 2} tokens of text after the scored windows to choose "
-                         f"the channels on, there are {len(tail)}; lower windows={windows} or context={context}")
-    bench = Bench(model, tokenizer, {path: scored for path, (scored, _) in tokens.items()}, tail, sample_tokens)
-    return lambda: bench.work(chosen, checkpoint)
+    if any(f.needs_calibration for c in chosen for f in c.formats) and len(bench.tail) < CALIBRATION_TOKENS // 2:
+        raise ValueError(f"outlier_channels, k_rotation: need {CALIBRATION_TOKENS // 2} tokens of text after the scored windows to "
+                         f"calibrate on, there are {len(bench.tail)}; lower windows={windows} or context={context}")
+    return lambda: bench.work(chosen, sample_tokens)
 
 
-def formats_of(k_bits, v_bits, options: CacheOptions, formats: list[KVFormat] | None) -> list[KVFormat]:
-    """The formats to compare, without repeats. Raises ValueError for lists that do not pair up."""
-    if formats is None:
-        v_bits = k_bits if v_bits is None else v_bits
-        if len(k_bits) != len(v_bits):
-            raise ValueError(f"{k_bits=}, {v_bits=}: must be of one length")
-        formats = [options.at(k, v) for k, v in zip(k_bits, v_bits)]
-    if not formats:
-        raise ValueError("no formats: give k_bits or formats")
-    return list(dict.fromkeys(formats))
+def pairs(k_bits: list[int], v_bits: list[int] | None, options: CacheOptions) -> list[KVFormat]:
+    """The formats of the pairs, without repeats. Raises ValueError for lists that do not pair up."""
+    v_bits = k_bits if v_bits is None else v_bits
+    if len(k_bits) != len(v_bits):
+        raise ValueError(f"{k_bits=}, {v_bits=}: must be of one length")
+    return list(dict.fromkeys(options.at(k, v) for k, v in zip(k_bits, v_bits)))
 
 
 def read_windows(path: str, tokenizer: Tokenizer, context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -131,111 +173,117 @@ def read_windows(path: str, tokenizer: Tokenizer, context: int, windows: int) ->
 class Bench:
     """Scores and times formats on one model and a set of texts (name -> int32 [W, context + 1])."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, texts: dict[str, np.ndarray], tail: np.ndarray,
-                 sample_tokens: int):
-        self.model, self.tokenizer, self.texts, self.tail, self.sample_tokens = model, tokenizer, texts, tail, sample_tokens
-        self.context = next(iter(texts.values())).shape[1] - 1
+    def __init__(self, checkpoint: str, text: tuple[str, ...], context: int, windows: int):
+        model, tokenizer = checkpoints.load(checkpoint)
+        if tokenizer is None:
+            raise ValueError(f"{checkpoint=}: has no tokenizer, text cannot be scored with it")
+        read = {path: read_windows(path, tokenizer, context, windows) for path in text}
+        self.model: Transformer = model
+        self.tokenizer: Tokenizer = tokenizer
+        self.checkpoint, self.context = checkpoint, context
+        self.texts = {path: scored for path, (scored, _) in read.items()}
+        self.windows = np.concatenate(list(self.texts.values()))
+        self.tail = np.concatenate([rest for _, rest in read.values()])
+        self.scorer = Scorer(model)
 
-    def work(self, formats: list[KVFormat], checkpoint: str) -> dict:
-        baseline = KVFormat(page_size=formats[0].page_size)
-        total = sum(map(len, self.texts.values()))
-        with tqdm(total=total * len({baseline, *formats}), unit="window", file=sys.stderr, dynamic_ncols=True) as bar:
-            reference = self.score(baseline, bar)
-            rows = [self.row(f, reference if f == baseline else self.score(f, bar), reference) for f in formats]
-        print(results.markdown_table(rows, COLUMNS))
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def of(checkpoint: str, text: tuple[str, ...], context: int, windows: int) -> Bench:
+        """The last one is kept: the points of a sweep share the model, the text and the scores of the 16-bit cache."""
+        return Bench(checkpoint, text, context, windows)
+
+    @functools.cached_property
+    def reference(self) -> list[tuple[Pass, Comparison]]:
+        """Pass and scores of every window with the 16-bit cache."""
+        passes = [self.scorer.forward(w[:-1], KVFormat(page_size=32)) for w in self.windows]
+        return [(p, self.scorer.compare(p.hidden, p.hidden, w[1:])) for p, w in zip(passes, self.windows)]
+
+    def work(self, candidates: list[Candidate], sample_tokens: int) -> dict:
+        rows = []
+        with tqdm(total=len(self.windows) * len(candidates), unit="window", file=sys.stderr, dynamic_ncols=True) as bar:
+            for candidate in candidates:
+                bar.set_description(candidate.label)
+                rows.append({**self.row(candidate, bar), **self.sample(candidate, sample_tokens)})
+        shown = {key: spec for key, spec in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+        print(results.markdown_table(rows, shown))
         for row in rows:
-            print(f"{row['format']}: {row['sample']!r}")
+            if row["sample"] is not None:
+                print(f"{row['format']}: {row['sample']!r}")
+        weights = "4-bit (GGUF Q4)" if self.checkpoint.lower().endswith(".gguf") and "Q4" in self.checkpoint else None
         return {
-            "checkpoint": checkpoint, "texts": list(self.texts), "context_tokens": self.context, "scored_tokens":
-            total * self.context, "page_size": baseline.page_size, "rows": rows,
-            "implementation": dispatch.last_implementation("paged_attention"),
-            "compilations": decode.compilations.total(), "plot": plots.Quality(rows, "effective_bits", "perplexity"),
+            "checkpoint": self.checkpoint, "checkpoint_weights": weights, "texts": list(self.texts), "context_tokens": self.context,
+            "scored_tokens": len(self.windows) * self.context, "perplexity_16bit": perplexity(self.reference_log_probs),
+            "rows": rows, "implementation": dispatch.last_implementation("paged_attention") if sample_tokens else "scoring",
+            "plot": plots.Quality(rows, "effective_bits", "perplexity"),
         }
 
-    def row(self, kv_format: KVFormat, scores: Scores, reference: Scores) -> dict:
+    @functools.cached_property
+    def reference_log_probs(self) -> np.ndarray:
+        """float32 [W, context], nats."""
+        return np.stack([scores.log_probs for _, scores in self.reference])
+
+    def row(self, candidate: Candidate, bar: tqdm) -> dict:
         """One line of the table."""
-        config = self.model.config
-        layout = kv_format.page_layout(config.head_dim)
+        started, formats, head_dim = time.perf_counter(), candidate.formats, self.model.config.head_dim
+        transforms = calibration.key_transforms(self.scorer, formats, self.tail.tolist())
+        scores, flips, errors = [], [], []
+        first_of_text = {sum(map(len, list(self.texts.values())[:i])) for i in range(len(self.texts))}
+        for i, (window, (exact, _)) in enumerate(zip(self.windows, self.reference)):
+            measure = i in first_of_text
+            this = self.scorer.forward(window[:-1], formats, transforms, measure_attention=measure)
+            scores.append(self.scorer.compare(this.hidden, exact.hidden, window[1:]))
+            flips.append(metrics.routing_flips_pct(this.topk_idx, exact.topk_idx))
+            if this.attention_error is not None:
+                errors.append(this.attention_error)
+            bar.update()
+        log_probs, top1, kl = (np.stack([getattr(s, name) for s in scores]) for name in ("log_probs", "top1", "kl"))
+        reference_top1 = np.stack([s.top1 for _, s in self.reference])
+        error_by_layer = np.mean(errors, axis=0)
+        flips_by_layer = [None if layer[0] is None else float(np.mean(layer)) for layer in zip(*flips)]
+        routed = [f for f in flips_by_layer if f is not None]
         return {
-            "format": kv_format.name,
-            "kv_format": dataclasses.asdict(kv_format),
-            "effective_bits": layout.effective_bits(),
-            "effective_bits_at_context": layout.effective_bits_at(self.context),
-            "cache_bytes_per_token": accounting.cache_bytes_per_token(config, kv_format),
-            "perplexity": math.exp(-float(np.mean(scores.log_probs))),
-            "perplexity_by_text": {name: math.exp(-float(np.mean(part))) for name, part in scores.split_by_text(self.texts)},
-            "top1_agreement_pct": 100 * float(np.mean(scores.top1 == reference.top1)),
-            **self.sample(kv_format),
+            "format": candidate.label, "kv_formats": schedules.name(formats),
+            "effective_bits": schedules.effective_bits(formats, head_dim),
+            **{f"effective_bits_at_{k}k": schedules.effective_bits_at(formats, head_dim, k * 1024) for k in (4, 32)},
+            "effective_bits_at_context": schedules.effective_bits_at(formats, head_dim, self.context),
+            "cache_bytes_per_token": accounting.cache_bytes_per_token(self.model.config, formats),
+            "perplexity": perplexity(log_probs), **metrics.perplexity_increase_pct(log_probs, self.reference_log_probs),
+            **metrics.kl_metrics(kl), "top1_agreement_pct": 100 * float(np.mean(top1 == reference_top1)),
+            "attention_error": float(np.mean(error_by_layer)), "attention_error_by_layer": error_by_layer.tolist(),
+            "routing_flip_pct": float(np.mean(routed)) if routed else None, "routing_flip_pct_by_layer": flips_by_layer,
+            "perplexity_by_text": {name: perplexity(part) for name, part in self.by_text(log_probs)},
+            "score_s": time.perf_counter() - started,
         }
 
-    def score(self, kv_format: KVFormat, bar: tqdm) -> Scores:
-        """Teacher-forced scores of every window, each from an empty cache."""
-        spec, params = decode.split(self.model, kv_format)
-        transforms = calibration.key_transforms(spec, params, self.tail.tolist())
-        log_probs, top1 = [], []
-        for window in np.concatenate(list(self.texts.values())):
-            bar.set_description(kv_format.name)
-            part = score_window(spec, params, window, transforms)
-            log_probs.append(part[0])
-            top1.append(part[1])
-            bar.update()
-        return Scores(np.stack(log_probs), np.stack(top1))
+    def by_text(self, per_window: np.ndarray):
+        """(text, its part of [W, ...]) in order."""
+        return zip(self.texts, np.split(per_window, np.cumsum([len(w) for w in self.texts.values()])[:-1]))
 
-    def sample(self, kv_format: KVFormat) -> dict:
-        """Generates greedily after half a window, and times each token."""
+    def sample(self, candidate: Candidate, tokens: int) -> dict:
+        """Generates greedily after half a window, and times each token. "sample" is None where nothing was generated."""
+        nothing = {"sample": None, "tpot_ms_p50": None, "tpot_ms_p99": None}
+        if not tokens:
+            return nothing
+        for f in candidate.formats:
+            try:
+                f.check_cacheable()
+            except NotImplementedError as e:
+                return {**nothing, "not_sampled_because": str(e)}
         prompt = next(iter(self.texts.values()))[0, :self.context // 2]
-        engine = Engine(self.model, self.tokenizer, kv_format=kv_format, max_batch=1, steps_per_segment=1,
-                        max_len=self.context // 2 + self.sample_tokens, calibration_tokens=self.tail.tolist())
-        params = SamplingParams(max_tokens=self.sample_tokens, ignore_eos=True)
+        engine = Engine(self.model, self.tokenizer, kv_format=candidate.formats, max_batch=1, steps_per_segment=1,
+                        max_len=self.context // 2 + tokens, calibration_tokens=self.tail.tolist())
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         engine.generate([prompt.tolist()], dataclasses.replace(params, max_tokens=3))  # compiles
         engine.stats.step_ms.clear()
-        start = time.perf_counter()
         (completion,) = engine.generate([prompt.tolist()], params)
         p50, p99 = np.percentile(engine.stats.step_ms, (50, 99)) if engine.stats.step_ms else (math.nan, math.nan)
-        return {"sample": completion.text, "tpot_ms_p50": float(p50), "tpot_ms_p99": float(p99), "timed_steps":
-                len(engine.stats.step_ms), "ttft_ms": completion.ttft_ms, "sample_s": time.perf_counter() - start}
+        return {"sample": completion.text, "tpot_ms_p50": float(p50), "tpot_ms_p99": float(p99),
+                "timed_steps": len(engine.stats.step_ms), "ttft_ms": completion.ttft_ms}
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """Of all windows W of a context of T tokens: log_probs float [W, T], nats, of the true next token; top1 int [W, T]."""
-
-    log_probs: np.ndarray
-    top1: np.ndarray
-
-    def split_by_text(self, texts: dict[str, np.ndarray]):
-        """(text, its part of log_probs) in order."""
-        counts = [len(windows) for windows in texts.values()]
-        return zip(texts, np.split(self.log_probs, np.cumsum(counts)[:-1]))
-
-
-def score_window(spec, params, window: np.ndarray, transforms=None) -> tuple[np.ndarray, np.ndarray]:
-    """Scores one sequence from an empty cache, as decoding would see it.
-
-    Args:
-      spec, params: of `moejax.decode.split`.
-      window: int32 [T + 1].
-      transforms: key channel orders, of `moejax.calibration`.
-
-    Returns:
-      (log-probability of window[1:], nats float32 [T]; most probable next token int32 [T]).
-    """
-    page_size, length = spec.kv_format.page_size, len(window) - 1
-    pages = length // page_size
-    table = page_table.allocate(
-        page_table.create(max_batch=1, num_pages=pages, max_len=length, page_size=page_size), 0, length)
-    state = decode.with_table(
-        decode.init_state(spec, max_batch=1, num_pages=pages, max_len=length, transforms=transforms), table)
-    log_probs, top1, done = [], [], 0
-    for tokens, q_len in decode.pieces(window[:-1].tolist(), 0, page_size):
-        targets = np.zeros(len(tokens), np.int32)
-        targets[:q_len] = window[done + 1:done + 1 + q_len]
-        state, piece_log_probs, piece_top1 = decode.score_piece(
-            spec, params, state, np.int32(0), tokens, np.int32(q_len), targets)
-        log_probs.append(np.asarray(piece_log_probs)[:q_len])
-        top1.append(np.asarray(piece_top1)[:q_len])
-        done += q_len
-    return np.concatenate(log_probs), np.concatenate(top1)
+def perplexity(log_probs: np.ndarray) -> float:
+    """exp of the mean negative log-probability, nats."""
+    return math.exp(-float(np.mean(log_probs)))
 
 
 if __name__ == "__main__":

@@ -1,41 +1,48 @@
 """Bytes, from the configuration alone: what a model's weights and cache occupy, and what one decode step has to read."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 
 from moejax.config import LayerConfig, ModelConfig, MoE
+from moejax.kv_schedule import per_layer
 from pallas_kernels.kv_format import KVFormat
+
+# One for all layers, or one a layer.
+Formats = KVFormat | Sequence[KVFormat]
 
 ROUTER_BYTES = 4  # router weights are float32 whatever the rest is
 
 
-def cache_bytes(config: ModelConfig, kv_format: KVFormat, *, max_batch: int, num_pages: int) -> dict[str, int]:
+def cache_bytes(config: ModelConfig, kv_format: Formats, *, max_batch: int, num_pages: int) -> dict[str, int]:
     """Bytes of all layers' caches as `moejax.decode.init_state` allocates them.
 
     Returns:
-      {"pages", "open", "sinks", "permutations"}: the pool of closed pages, the open pages, the sinks, and the order of the key
-      channels (where channels are promoted).
+      {"pages", "open", "sinks", "transforms"}: the pool of closed pages, the open pages, the sinks, and the order or the matrices
+      of the key channels (of calibrated formats).
     """
-    heads = config.num_layers * config.num_kv_heads
-    token = 2 * config.head_dim * jnp.dtype(kv_format.open_dtype).itemsize
-    return {
-        "pages": heads * max(num_pages, 1) * kv_format.page_layout(config.head_dim).page_bytes,
-        "open": heads * max_batch * kv_format.page_size * token,
-        "sinks": heads * max_batch * kv_format.sink_tokens * token,
-        "permutations": heads * config.head_dim * 4 if kv_format.outlier_channels else 0,
-    }
+    total = dict.fromkeys(("pages", "open", "sinks", "transforms"), 0)
+    for f in per_layer(kv_format, config.num_layers):
+        token = 2 * config.head_dim * jnp.dtype(f.open_dtype).itemsize
+        total["pages"] += max(num_pages, 1) * f.page_layout(config.head_dim).page_bytes
+        total["open"] += max_batch * f.page_size * token
+        total["sinks"] += max_batch * f.sink_tokens * token
+        if f.needs_calibration:
+            total["transforms"] += config.head_dim * 4 * (2 * config.head_dim if f.k_rotation == "calibrated" else 1)
+    return {name: config.num_kv_heads * count for name, count in total.items()}
 
 
-def sequence_bytes(config: ModelConfig, kv_format: KVFormat, tokens: int) -> int:
+def sequence_bytes(config: ModelConfig, kv_format: Formats, tokens: int) -> int:
     """Cache bytes that one sequence of `tokens` tokens occupies: closed pages, its open page, its sinks; all layers."""
-    layout = kv_format.page_layout(config.head_dim)
-    return config.num_layers * config.num_kv_heads * layout.sequence_bytes(tokens)
+    return config.num_kv_heads * sum(
+        f.page_layout(config.head_dim).sequence_bytes(tokens) for f in per_layer(kv_format, config.num_layers))
 
 
-def cache_bytes_per_token(config: ModelConfig, kv_format: KVFormat) -> float:
+def cache_bytes_per_token(config: ModelConfig, kv_format: Formats) -> float:
     """Bytes a token in closed pages takes, scales and padding included; all layers."""
-    layout = kv_format.page_layout(config.head_dim)
-    return config.num_layers * config.num_kv_heads * layout.page_bytes / kv_format.page_size
+    return config.num_kv_heads * sum(
+        f.page_layout(config.head_dim).page_bytes / f.page_size for f in per_layer(kv_format, config.num_layers))
 
 
 def weight_bytes(config: ModelConfig, param_dtype) -> dict[str, int]:
@@ -56,7 +63,7 @@ def weight_bytes(config: ModelConfig, param_dtype) -> dict[str, int]:
 
 
 def decode_step_bytes(
-    config: ModelConfig, kv_format: KVFormat, *, batch: int, kv_len: int, param_dtype,
+    config: ModelConfig, kv_format: Formats, *, batch: int, kv_len: int, param_dtype,
 ) -> dict[str, float]:
     """Bytes that one decode step of `batch` sequences of `kv_len` tokens has to read at least once.
 
@@ -70,7 +77,8 @@ def decode_step_bytes(
     embedding = held["embedding"] if config.tie_word_embeddings else batch * row
     weights = embedding + sum(held[name] for name in ("lm_head", "attention", "mlp", "router", "norms"))
     experts = sum(_expected_expert_bytes(config, layer, batch, param_dtype) for layer in config.layers)
-    kv = float(batch * sum(_read_bytes(config, kv_format, layer, kv_len) for layer in config.layers))
+    formats = per_layer(kv_format, config.num_layers)
+    kv = float(batch * sum(_read_bytes(config, f, layer, kv_len) for f, layer in zip(formats, config.layers)))
     return {"weights": float(weights), "experts": experts, "kv": kv, "total": weights + experts + kv}
 
 

@@ -63,7 +63,7 @@ def forward(
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out, new[layer] = kv_cache.attend(
-            new[layer], q, k, v, where, kv_format=spec.kv_format,
+            new[layer], q, k, v, where, kv_format=spec.formats[layer],
             sliding_window=spec.config.layers[layer].sliding_window, implementation=spec.implementation)
         return out
 
@@ -72,7 +72,7 @@ def forward(
                    logit_positions=logit_positions)
     # Pages are written after all attention has read them. Unless that order is a dependency, XLA copies the last layer's pool.
     logits, new = jax.lax.optimization_barrier((output.logits, new))
-    return logits, kv_cache.close_filled(new, where, kv_format=spec.kv_format, implementation=spec.implementation)
+    return logits, kv_cache.close_filled(new, where, formats=spec.formats, implementation=spec.implementation)
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax import kv_cache, sampling
+from moejax import kv_cache, kv_schedule, sampling
 from moejax.config import ModelConfig
 from moejax.kv_cache import KeyTransform, LayerKV
 from moejax.model import Transformer
@@ -29,29 +29,44 @@ class DecodeSpec:
 
     Attributes:
       graphdef, config: of the `Transformer`.
-      kv_format: storage format of the cache.
+      formats: storage format of each layer's cache; all of one page size.
       implementation: of `paged_attention` and `close_page`; None picks by platform.
     """
 
     graphdef: nnx.GraphDef
     config: ModelConfig
-    kv_format: KVFormat
+    formats: tuple[KVFormat, ...]
     implementation: str | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page, of all layers."""
+        return self.formats[0].page_size
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.graphdef, self.config, self.kv_format, self.implementation))
+        return hash((self.graphdef, self.config, self.formats, self.implementation))
 
     def __hash__(self) -> int:
         """Cached: hashing the graph of a deep model takes milliseconds, and every call needs the hash."""
         return self._hash
 
 
-def split(model: Transformer, kv_format: KVFormat, *, implementation: str | None = None) -> tuple[DecodeSpec, nnx.State]:
-    """The static and the array part of a model that decodes with this cache. Raises ValueError when they do not fit."""
-    kv_format.check_head_dim(model.config.head_dim)
+def split(
+    model: Transformer, kv_format: KVFormat | Sequence[KVFormat], *, implementation: str | None = None,
+) -> tuple[DecodeSpec, nnx.State]:
+    """The static and the array part of a model that decodes with this cache: one format for all layers, or one for each.
+
+    Raises:
+      ValueError: they do not fit.
+      NotImplementedError: a format that no cache holds.
+    """
+    formats = kv_schedule.per_layer(kv_format, model.config.num_layers)
+    for f in set(formats):
+        f.check_head_dim(model.config.head_dim)
+        f.check_cacheable()
     graphdef, params = nnx.split(model)
-    return DecodeSpec(graphdef, model.config, kv_format, implementation), params
+    return DecodeSpec(graphdef, model.config, formats, implementation), params
 
 
 @jax.tree_util.register_dataclass
@@ -99,13 +114,13 @@ def init_state(
 ) -> DecodeState:
     """An empty state: `max_batch` slots of up to `max_len` tokens, `num_pages` pages a layer (at least one is made).
 
-    `transforms`: key channel order of each layer (`moejax.calibration`), None keeps the model's. They are copied, because the
+    `transforms`: of each layer's keys (`moejax.calibration`), None for none. They are copied, because the
     state is donated.
     """
     config = spec.config
     caches = tuple(
         kv_cache.init_layer(
-            spec.kv_format, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_pages=max(num_pages, 1),
+            spec.formats[layer], num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_pages=max(num_pages, 1),
             max_batch=max_batch, transform=None if transforms is None else jax.tree.map(jnp.copy, transforms[layer]))
         for layer in range(config.num_layers))
 
@@ -113,7 +128,7 @@ def init_state(
         return jnp.full(shape, fill, jnp.int32)
 
     return DecodeState(
-        caches=caches, block_table=integers(max_batch, cdiv(max_len, spec.kv_format.page_size), fill=INVALID),
+        caches=caches, block_table=integers(max_batch, cdiv(max_len, spec.page_size), fill=INVALID),
         kv_lens=integers(max_batch), last_tokens=integers(max_batch), num_generated=integers(max_batch),
         active=jnp.zeros(max_batch, bool),
         requests=Request(sampling.empty_rows(max_batch), integers(max_batch),

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax import accounting, calibration, decode, page_table
+from moejax import accounting, calibration, decode, kv_schedule, page_table
 from moejax.config import require_int
 from moejax.model import Transformer
 from moejax.requests import Completion, Job, Limits, Prompt, completion, make_jobs
 from moejax.sampling import SamplingParams
+from moejax.scoring import Scorer
 from moejax.tokenizer import Tokenizer
 from pallas_kernels.kv_format import KVFormat
 
@@ -50,13 +51,13 @@ class Engine:
     Args:
       model: a `Transformer`.
       tokenizer: needed for text prompts; also says which ids end a sequence and which may be sampled.
-      kv_format: storage format of the cache.
+      kv_format: storage format of the cache, or one a layer (`moejax.kv_schedule`).
       max_batch: slots; requests that generate at the same time.
       max_len: tokens a sequence may have in the cache, prompt included.
       num_pages: pages of the pool, shared by all slots; None for enough to fill every slot.
       steps_per_segment: decode steps between two looks of the host.
-      calibration_tokens: a text on which the promoted key channels are chosen; needed exactly when
-        `kv_format.outlier_channels` > 0.
+      calibration_tokens: a text on which promoted key channels and calibrated rotations are measured; needed when the format has
+        them (`KVFormat.needs_calibration`).
       implementation: of the attention ops; None picks by platform.
 
     Attributes:
@@ -68,7 +69,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None = None, *, kv_format: KVFormat = KVFormat(),
+        self, model: Transformer, tokenizer: Tokenizer | None = None, *, kv_format: KVFormat | Sequence[KVFormat] = KVFormat(),
         max_batch: int = 8, max_len: int = 2048, num_pages: int | None = None, steps_per_segment: int = 16,
         calibration_tokens: Sequence[int] | None = None, implementation: str | None = None,
     ):
@@ -80,18 +81,20 @@ class Engine:
         if limit is not None and max_len > limit:
             raise ValueError(f"{max_len=}: this model's {config.rope.kind!r} RoPE can be cached up to "
                              f"max_position_embeddings={limit} tokens")
-        if kv_format.outlier_channels and calibration_tokens is None:
-            raise ValueError(f"kv_format.outlier_channels={kv_format.outlier_channels}: which channels to promote is chosen on "
-                             "a text, pass calibration_tokens")
-        self.config, self.tokenizer, self.kv_format = config, tokenizer, kv_format
+        self.formats = kv_schedule.per_layer(kv_format, config.num_layers)
+        calibrated = any(f.needs_calibration for f in self.formats)
+        if calibrated and calibration_tokens is None:
+            raise ValueError(f"kv_format={kv_schedule.name(self.formats)}: its promoted channels or rotation are measured on a "
+                             "text, pass calibration_tokens")
+        self.config, self.tokenizer = config, tokenizer
         self.max_batch, self.max_len, self.steps_per_segment = max_batch, max_len, steps_per_segment
-        self.num_pages = max_batch * (max_len // kv_format.page_size) if num_pages is None else num_pages
-        self.spec, self.params = decode.split(model, kv_format, implementation=implementation)
-        self.limits = Limits(config, tokenizer, kv_format.page_size, max_len, self.num_pages)
+        self.num_pages = max_batch * (max_len // self.formats[0].page_size) if num_pages is None else num_pages
+        self.spec, self.params = decode.split(model, self.formats, implementation=implementation)
+        self.limits = Limits(config, tokenizer, self.spec.page_size, max_len, self.num_pages)
         self._decodable = jnp.asarray(self.limits.decodable)
         self._transforms = None
-        if kv_format.outlier_channels and calibration_tokens is not None:
-            self._transforms = calibration.key_transforms(self.spec, self.params, calibration_tokens)
+        if calibrated and calibration_tokens is not None:
+            self._transforms = calibration.key_transforms(Scorer(model), self.formats, calibration_tokens)
         self.stats = Stats()
         self._compiled_before = decode.compilations.total()
         self._reset()
@@ -105,7 +108,7 @@ class Engine:
     def cache_bytes(self) -> int:
         """Bytes of the cache's arrays."""
         return sum(accounting.cache_bytes(
-            self.config, self.kv_format, max_batch=self.max_batch, num_pages=self.num_pages).values())
+            self.config, self.formats, max_batch=self.max_batch, num_pages=self.num_pages).values())
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
@@ -139,9 +142,9 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles everything that `generate` will need, then sets `stats` back."""
-        for length in decode.piece_lengths(self.kv_format.page_size):
+        for length in decode.piece_lengths(self.spec.page_size):
             length = min(length, self.max_len - 1)
-            if length and (length + 1) // self.kv_format.page_size <= self.num_pages:
+            if length and (length + 1) // self.spec.page_size <= self.num_pages:
                 self.generate([[0] * length], SamplingParams(max_tokens=2, ignore_eos=True))
         self.stats = Stats()
 
@@ -149,7 +152,7 @@ class Engine:
         self._state = decode.init_state(self.spec, max_batch=self.max_batch, num_pages=self.num_pages, max_len=self.max_len,
                                         transforms=self._transforms)
         self._table = page_table.create(max_batch=self.max_batch, num_pages=self.num_pages, max_len=self.max_len,
-                                        page_size=self.kv_format.page_size)
+                                        page_size=self.spec.page_size)
 
     def _admit(self, waiting: collections.deque[Job], running: dict[int, Job], start: float) -> None:
         """Prefills and inserts waiting jobs, in order, while there are slots and pages for them."""
@@ -160,7 +163,7 @@ class Engine:
             self._insert(slot, job, logits, running, start)
             self.stats.prefill_ms += 1e3 * (time.perf_counter() - began)
             self.stats.prefill_tokens += len(job.prompt)
-            shared = len(job.prompt) // self.kv_format.page_size
+            shared = len(job.prompt) // self.spec.page_size
             while (waiting and slot in running and waiting[0].prompt_index == job.prompt_index
                    and self._has_room(running, job.max_pages - shared)):
                 self._fork(slot, waiting.popleft(), logits, running, start)
@@ -176,7 +179,7 @@ class Engine:
         self._table = page_table.allocate(self._table, slot, len(job.prompt))
         self._state = decode.with_table(self._state, self._table)
         logits = None
-        for tokens, q_len in decode.pieces(job.prompt, 0, self.kv_format.page_size):
+        for tokens, q_len in decode.pieces(job.prompt, 0, self.spec.page_size):
             self._state, logits = decode.prefill_piece(
                 self.spec, self.params, self._state, np.int32(slot), tokens, np.int32(q_len))
         self._table = page_table.append(self._table, slot, len(job.prompt))

@@ -5,8 +5,8 @@ A sequence of n tokens has n // page_size closed pages (quantised, in the pool t
 *after* the attention of the token that fills it, so what a query sees depends on its position alone: not on how the prompt was
 cut into pieces, nor on whether the token came from the prompt or was generated.
 
-Keys and queries are rotated and permuted, values rotated, on their way in; the attention output is rotated back. All of these
-are orthonormal, so nothing below this module knows of them.
+Keys and queries are rotated and permuted, values rotated, on their way in; the attention output is rotated back. Their products
+stay what they are, so nothing below this module knows of it. Layers may have different formats; their page size is the same.
 """
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ from pallas_kernels.paged_attention import paged_attention
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeyTransform:
-    """Order of one layer's key channels in the cache, after the rotation.
+    """How one layer's keys, and queries with them, are turned into the channels of the cache; measured by `moejax.calibration`.
 
     Attributes:
-      k_perm: int32 [K, H], a permutation a KV head: stored channel h is channel k_perm[., h]; the last `outlier_channels` are
-        the promoted ones. None keeps the order.
+      k_matrix, q_matrix: float32 [K, H, H], of the rotation "calibrated": stored keys are k @ k_matrix, queries q @ q_matrix, and
+        q_matrix is the inverse transpose of k_matrix, so that products stay what they are. None for other rotations.
+      k_perm: int32 [K, H], a permutation a KV head: stored channel h is channel k_perm[., h] of the rotated key; the last
+        `outlier_channels` are the promoted ones. None keeps the order.
     """
 
     k_perm: jax.Array | None = None
+    k_matrix: jax.Array | None = None
+    q_matrix: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +79,13 @@ def init_layer(
     kv_format: KVFormat, *, num_kv_heads: int, head_dim: int, num_pages: int, max_batch: int,
     transform: KeyTransform | None = None,
 ) -> LayerKV:
-    """An empty cache: `num_pages` physical pages and `max_batch` slots. Raises ValueError for a head_dim that does not fit."""
+    """An empty cache: `num_pages` physical pages and `max_batch` slots.
+
+    Raises:
+      ValueError: a head_dim that does not fit the format.
+      NotImplementedError: a format that no cache holds (`KVFormat.check_cacheable`).
+    """
+    kv_format.check_cacheable()
     words = kv_format.page_layout(head_dim).words
     dtype = jnp.dtype(kv_format.open_dtype)
 
@@ -102,8 +112,8 @@ def append(cache: LayerKV, k: jax.Array, v: jax.Array, where: Placement, *, kv_f
     Returns:
       The cache with the tokens at positions kv_lens … kv_lens + q_lens - 1.
     """
-    k = permute_channels(rotate(k, kv_format.k_rotation), cache.transform)
-    v = rotate(v, kv_format.v_rotation)
+    k = stored_keys(k, kv_format, cache.transform)
+    v = rotate(v, kv_format.v_rotation, kv_format.rotation_block)
     page_offset = where.kv_lens % kv_format.page_size
     cache = dataclasses.replace(
         cache, open_k=_write(cache.open_k, k, page_offset, where.q_lens),
@@ -131,45 +141,51 @@ def attend(
       (out [B, T, N, H] in q's dtype, zeros for tokens that do not count; the cache with the tokens in it).
     """
     cache = append(cache, k, v, where, kv_format=kv_format)
-    q = permute_channels(rotate(q, kv_format.k_rotation), cache.transform)
+    q = stored_queries(q, kv_format, cache.transform)
     kv_lens = jnp.where(where.q_lens > 0, where.kv_lens + where.q_lens, 0)
     out = paged_attention(
         q, cache.pages, cache.open_k, cache.open_v, where.block_table, kv_lens, where.q_lens, kv_format=kv_format,
         sink_k=cache.sink_k, sink_v=cache.sink_v, sm_scale=q.shape[-1] ** -0.5, sliding_window=sliding_window,
         implementation=implementation)
-    return rotate(out, kv_format.v_rotation), cache
+    return rotate(out, kv_format.v_rotation, kv_format.rotation_block), cache
 
 
 def close_filled(
-    caches: Sequence[LayerKV], where: Placement, *, kv_format: KVFormat, implementation: str | None = None,
+    caches: Sequence[LayerKV], where: Placement, *, formats: Sequence[KVFormat], implementation: str | None = None,
 ) -> tuple[LayerKV, ...]:
     """Closes, in all layers, the open page of every row whose q_lens new tokens filled it. Call it after the last layer.
 
     A loop over the rows that filled, none of them in most steps: no row, no work, and the pools are updated in place. A row
-    whose page the block table does not name is left alone, so that no other sequence's page can be overwritten.
+    whose page the block table does not name is left alone, so that no other sequence's page can be overwritten. Layers of one
+    format are closed together.
 
     Returns:
       The caches, same order.
     """
-    page_size = kv_format.page_size
+    page_size = formats[0].page_size
     ends = where.kv_lens + where.q_lens
     index = jnp.maximum(ends - 1, 0) // page_size
     page_ids = jnp.take_along_axis(where.block_table, index[:, None], axis=1)[:, 0]
     filled = (where.q_lens > 0) & (ends % page_size == 0) & (page_ids >= 0)
     order = jnp.argsort(~filled, stable=True)
+    layers_of: dict[KVFormat, list[int]] = {}
+    for layer, kv_format in enumerate(formats):
+        layers_of.setdefault(kv_format, []).append(layer)
 
-    open_pages = ([c.open_k for c in caches], [c.open_v for c in caches])
+    open_pages = tuple((c.open_k, c.open_v) for c in caches)
 
     def close_row(i: jax.Array, pools: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # With one slot nothing below depends on i, and XLA would move all of it in front of the loop: into every step.
         i, barred = jax.lax.optimization_barrier((i, open_pages))
-        row = order[i]
-        open_k, open_v = (jnp.stack([jax.lax.dynamic_index_in_dim(a, row, keepdims=False) for a in arrays])
-                          for arrays in barred)
-        num_sinks = jnp.where(index[row] == 0, kv_format.sink_tokens, 0)
-        words = close_page(open_k, open_v, kv_format=kv_format, num_sinks=num_sinks, implementation=implementation)
-        return tuple(jax.lax.dynamic_update_index_in_dim(pool, words[layer], page_ids[row], 0)
-                     for layer, pool in enumerate(pools))
+        row, new = order[i], list(pools)
+        for kv_format, layers in layers_of.items():
+            open_k, open_v = (jnp.stack([jax.lax.dynamic_index_in_dim(barred[layer][part], row, keepdims=False)
+                                         for layer in layers]) for part in (0, 1))
+            num_sinks = jnp.where(index[row] == 0, kv_format.sink_tokens, 0)
+            words = close_page(open_k, open_v, kv_format=kv_format, num_sinks=num_sinks, implementation=implementation)
+            for at, layer in enumerate(layers):
+                new[layer] = jax.lax.dynamic_update_index_in_dim(pools[layer], words[at], page_ids[row], 0)
+        return tuple(new)
 
     pools = jax.lax.fori_loop(0, jnp.sum(filled, dtype=jnp.int32), close_row, tuple(c.pages for c in caches))
     return tuple(dataclasses.replace(c, pages=pool) for c, pool in zip(caches, pools))
@@ -186,11 +202,33 @@ def put_slot(cache: LayerKV, row: LayerKV, slot: jax.Array) -> LayerKV:
     return dataclasses.replace(merged, pages=row.pages)
 
 
-def rotate(x: jax.Array, rotation: str) -> jax.Array:
-    """x [..., H] times the orthonormal Hadamard matrix of size H, its own inverse; unchanged for "none"."""
+def stored_keys(k: jax.Array, kv_format: KVFormat, transform: KeyTransform) -> jax.Array:
+    """Keys [B, T, K, H] in the channels of the cache."""
+    return _to_stored(k, kv_format, transform, transform.k_matrix)
+
+
+def stored_queries(q: jax.Array, kv_format: KVFormat, transform: KeyTransform) -> jax.Array:
+    """Queries [B, T, N, H] in the channels of the cache: their products with `stored_keys` are those of q and k."""
+    return _to_stored(q, kv_format, transform, transform.q_matrix)
+
+
+def _to_stored(x: jax.Array, kv_format: KVFormat, transform: KeyTransform, matrix: jax.Array | None) -> jax.Array:
+    if kv_format.k_rotation == "calibrated":
+        if matrix is None:
+            raise ValueError("k_rotation='calibrated' needs the transforms of moejax.calibration")
+        B, T, _, H = x.shape
+        grouped = x.reshape(B, T, matrix.shape[0], -1, H)
+        return jnp.einsum("btkgh,khi->btkgi", grouped, matrix.astype(x.dtype)).reshape(x.shape)
+    return permute_channels(rotate(x, kv_format.k_rotation, kv_format.rotation_block), transform)
+
+
+def rotate(x: jax.Array, rotation: str, block: int) -> jax.Array:
+    """x [..., H] times the orthonormal Hadamard matrix of size H, or of size `block` along the diagonal; its own inverse."""
     if rotation == "none":
         return x
-    return jnp.einsum("...h,hi->...i", x, jnp.asarray(hadamard(x.shape[-1]), x.dtype))
+    size = x.shape[-1] if rotation == "hadamard" else block
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    return jnp.einsum("...h,hi->...i", blocks, jnp.asarray(hadamard(size), x.dtype)).reshape(x.shape)
 
 
 def hadamard(size: int) -> np.ndarray:

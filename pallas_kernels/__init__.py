@@ -1,12 +1,13 @@
 """Kernels for decoding Mixture-of-Experts models with a low-bit paged KV cache, and the formats they share."""
-from pallas_kernels.close_page import close_page, open_page
+from pallas_kernels.close_page import close_page, fake_quantize, open_page
 from pallas_kernels.fused_router import RouterRule, Routing, fused_router
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.kv_format import KVFormat, PageLayout
+from pallas_kernels.kv_format import GroupFormat, KVFormat
+from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qarray import QArray
 
 __all__ = [
-    "KVFormat", "PageLayout", "QArray", "RouterRule", "Routing", "close_page", "fused_router", "grouped_matmul", "open_page",
-    "paged_attention",
+    "GroupFormat", "KVFormat", "PageLayout", "QArray", "RouterRule", "Routing", "close_page", "fake_quantize", "fused_router",
+    "grouped_matmul", "open_page", "paged_attention",
 ]

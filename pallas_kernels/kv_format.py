@@ -1,16 +1,11 @@
-"""`KVFormat`: the one value that describes a paged low-bit KV cache, and every size that follows from it.
+"""`KVFormat`: the one value that describes a paged low-bit KV cache: a point in the space of the published methods.
 
 A *page* holds `page_size` consecutive tokens of one sequence. While it is open its keys and values stay unquantised
 (bfloat16; that is the residual window). When it fills it is *closed*: quantised and packed, once, into one contiguous run of
-32-bit words per (layer, page, KV head), made of planes in this order:
+32-bit words per (layer, page, KV head); `page_layout` says where everything lies.
 
-    K codes | K scale, offset | promoted key channels: codes | their scale, offset | V codes | V scale, offset
-
-Everything that keys need comes first, everything that values need after it, so that a kernel can fetch the two as two
-contiguous runs, each when there is room for it.
-
-Keys are quantised **per channel** over the tokens of the page, values **per token** over the channels of the head, both
-asymmetrically:  x = scale * code + offset,  code in [0, 2**bits - 1].
+By default keys are quantised **per channel** over the tokens of the page, values **per token** over the channels of the head,
+both asymmetrically:  x = scale * code + offset,  code in [0, 2**bits - 1].
 
 Why an `offset` (a real number, the group's minimum) and not an integer zero point: at 2 bits a zero point rounded to an integer
 moves the grid by up to half a step, and a channel far from zero (a key bias) needs a zero point outside of the code's range.
@@ -21,42 +16,118 @@ scale is rounded up so that the range stays covered, which widens a step by less
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pallas_kernels import mma_sm90
-from pallas_kernels.pallas_utils import align_to
 
-WORD_BITS = 32
-ALIGN_WORDS = 32  # a closed page starts and ends on a 128-byte boundary
+if TYPE_CHECKING:
+    from pallas_kernels.page_layout import PageLayout
+
 QUANT_BITS = (2, 3, 4, 8)
 ALL_BITS = (*QUANT_BITS, 16, 32)
 OUTLIER_BITS = (4, 8, 16)
 # "linear": see `packing`; "mma_sm90": see `mma_sm90`. `tpu` joins with its kernels.
 LAYOUTS = ("linear", "mma_sm90")
 
-Rotation = Literal["none", "hadamard"]
+Axis = Literal["channel", "token"]
+Codes = Literal["uniform", "gaussian", "float8_e4m3"]
+KeyRotation = Literal["none", "hadamard", "block_hadamard", "calibrated"]
+Rotation = Literal["none", "hadamard", "block_hadamard"]
 RangeRule = Literal["minmax", "clipped"]
+ScaleDtype = Literal["bfloat16", "float16", "float8_e4m3"]
+
+_CHOICES: dict[str, tuple] = {
+    "k_bits": ALL_BITS, "v_bits": ALL_BITS, "outlier_bits": OUTLIER_BITS,
+    "k_axis": ("channel", "token"), "v_axis": ("channel", "token"),
+    "k_symmetric": (False, True), "v_symmetric": (False, True),
+    "k_codes": ("uniform", "gaussian", "float8_e4m3"), "v_codes": ("uniform", "gaussian", "float8_e4m3"),
+    "k_range": ("minmax", "clipped"), "v_range": ("minmax", "clipped"),
+    "k_rotation": ("none", "hadamard", "block_hadamard", "calibrated"), "v_rotation": ("none", "hadamard", "block_hadamard"),
+    "outlier_choice": ("calibrated", "page"), "key_rope": ("post", "pre"),
+    "scale_dtype": ("bfloat16", "float16", "float8_e4m3"), "layout": LAYOUTS,
+}
+_INTEGERS = ("page_size", "k_group", "v_group", "outlier_channels", "k_sparse", "v_sparse", "rotation_block", "sink_tokens",
+             "open_pages")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupFormat:
+    """How one matrix of a page, [Z tokens, C channels], is quantised: the part of `KVFormat` that `quantize` needs.
+
+    Attributes:
+      bits, codes, range_rule, symmetric, scale_dtype: as in `KVFormat`.
+      axis: "channel": a scale belongs to one channel and some tokens; "token": to one token and some channels.
+      group: elements that share a scale; 0 for all tokens of the page, or all channels of the matrix.
+    """
+
+    bits: int
+    axis: Axis
+    group: int = 0
+    symmetric: bool = False
+    codes: Codes = "uniform"
+    range_rule: RangeRule = "minmax"
+    scale_dtype: ScaleDtype = "bfloat16"
+
+    @property
+    def is_quantized(self) -> bool:
+        """False at 16 and 32 bits, which are plain floats without scales."""
+        return self.bits in QUANT_BITS
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits that one scale, or one offset, takes."""
+        return 8 if self.scale_dtype == "float8_e4m3" else 16
+
+    def scale_shape(self, tokens: int, channels: int) -> tuple[int, int]:
+        """Shape of the matrix of scales of a [tokens, channels] matrix."""
+        if self.axis == "channel":
+            return tokens // (self.group or tokens), channels
+        return tokens, channels // (self.group or channels)
+
+    def scale_words(self, tokens: int, channels: int) -> int:
+        """32-bit words of all scales and offsets; the last word may be part empty."""
+        if not self.is_quantized or not channels:
+            return 0
+        rows, columns = self.scale_shape(tokens, channels)
+        return -(-rows * columns * (1 if self.symmetric else 2) * self.scale_bits // 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVFormat:
     """Storage format of a paged KV cache. Immutable and hashable, so it can be a static argument of a jitted function.
 
+    `k_` fields are of the keys, `v_` fields of the values. At 16 and 32 bits there are no codes, and fields that say how codes are
+    chosen mean nothing. What the fast kernels read is what `layout="mma_sm90"` accepts; every other point runs in the reference.
+
     Attributes:
-      k_bits, v_bits: bits a stored key / value element in closed pages: 2, 3, 4, 8 (asymmetric integer codes), 16 (bfloat16),
-        or 32 (float32: no loss at all, for conformance tests of float32 models; open pages and sinks are then float32 too).
-      page_size: tokens a page; also the quantisation group of the keys. A multiple of 32.
-      outlier_channels: key channels per KV head that are stored at `outlier_bits` instead of `k_bits`. A multiple of 8. They
-        are the *last* channels after the permutation that the cache applies (see `moejax.kv_cache.KeyTransform`).
+      k_bits, v_bits: bits a stored element in closed pages: 2, 3, 4, 8 (codes), 16 (bfloat16), or 32 (float32: no loss at all,
+        for conformance tests of float32 models; open pages and sinks are then float32 too).
+      page_size: tokens a page. A multiple of 32.
+      k_axis, v_axis: "channel" gives each channel scales of its own over the tokens, "token" each token over its channels.
+      k_group, v_group: elements that share a scale: tokens (axis "channel") or channels (axis "token"); 0 for the whole page, or
+        head. Otherwise a multiple of 8 that divides it.
+      k_symmetric, v_symmetric: no offset is stored: x = scale * (code - (2**bits - 1) / 2), every code in use, no exact zero.
+      k_codes, v_codes: "uniform" steps; "gaussian", the levels that are best for a normal distribution (Lloyd-Max; 2 to 4 bits),
+        with the group's RMS as the scale and its mean as the offset; "float8_e4m3" (8 bits, symmetric).
+      k_range, v_range: of uniform codes. "minmax" covers the group's whole range; "clipped" shrinks it to the fraction, out of a
+        fixed grid, that gives the least squared error.
+      outlier_channels: key channels per KV head that are stored at `outlier_bits` instead of `k_bits`. A multiple of 8.
       outlier_bits: 4, 8 or 16; more than `k_bits`.
-      k_range, v_range: "minmax" covers the group's whole range; "clipped" shrinks it to the fraction, out of a fixed grid,
-        that gives the least squared error.
-      k_rotation, v_rotation: "hadamard" multiplies keys (and queries) / values by an orthonormal Hadamard matrix of size
-        head_dim before they are stored; head_dim must be a power of two.
+      outlier_choice: which channels. "calibrated": per layer and head on a text; they are the *last* channels after the transform
+        that the cache applies (see `moejax.kv_cache.KeyTransform`). "page": those of the widest range, page by page, with an
+        index of 8 bits each.
+      k_sparse, v_sparse: elements per page and head that are kept as bfloat16 with a 16-bit index, and stay out of the ranges:
+        those farthest from their group's mean in deviations of the group.
+      k_rotation, v_rotation: orthonormal Hadamard matrix that multiplies keys (and queries) / values before they are stored:
+        "hadamard" of size head_dim, a power of two; "block_hadamard" of size `rotation_block` along the diagonal. Keys only:
+        "calibrated", per layer and head the transform that concentrates what matters to the queries in the last channels.
+      rotation_block: a power of two that divides head_dim.
       sink_tokens: the first tokens of each sequence, kept unquantised and out of the ranges of page 0.
-      scale_dtype: dtype of scales and offsets, "bfloat16" or "float16" (overflows above 65504).
-      layout: order of codes and scales inside a page: "linear" (bits of 32 too, any head_dim), or "mma_sm90", which the Mosaic
-        GPU kernel reads (page_size 128, bits up to 16, bfloat16 scales, head_dim and outlier_channels multiples of 32 and 16).
+      open_pages: last pages of a sequence that stay unquantised, the one being filled included. More than 1 only in
+        `moejax.scoring`.
+      key_rope: "post" quantises keys after RoPE, "pre" before it ("pre" only in `moejax.scoring`).
+      scale_dtype: dtype of scales and offsets, "bfloat16", "float16" (saturates at 65504) or "float8_e4m3" (at 448).
+      layout: order of codes and scales inside a page: "linear" (every format), or "mma_sm90", which the Mosaic GPU kernels read.
 
     Raises:
       ValueError: a field out of what is accepted; the message names field, value and accepted values.
@@ -65,54 +136,113 @@ class KVFormat:
     k_bits: int = 16
     v_bits: int = 16
     page_size: int = 128
-    outlier_channels: int = 0
-    outlier_bits: int = 8
+    k_axis: Axis = "channel"
+    v_axis: Axis = "token"
+    k_group: int = 0
+    v_group: int = 0
+    k_symmetric: bool = False
+    v_symmetric: bool = False
+    k_codes: Codes = "uniform"
+    v_codes: Codes = "uniform"
     k_range: RangeRule = "minmax"
     v_range: RangeRule = "minmax"
-    k_rotation: Rotation = "none"
+    outlier_channels: int = 0
+    outlier_bits: int = 8
+    outlier_choice: Literal["calibrated", "page"] = "calibrated"
+    k_sparse: int = 0
+    v_sparse: int = 0
+    k_rotation: KeyRotation = "none"
     v_rotation: Rotation = "none"
+    rotation_block: int = 32
     sink_tokens: int = 0
-    scale_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    open_pages: int = 1
+    key_rope: Literal["post", "pre"] = "post"
+    scale_dtype: ScaleDtype = "bfloat16"
     layout: str = "linear"
 
     def __post_init__(self):
-        _require_in("k_bits", self.k_bits, ALL_BITS)
-        _require_in("v_bits", self.v_bits, ALL_BITS)
-        _require_in("outlier_bits", self.outlier_bits, OUTLIER_BITS)
-        _require_in("k_range", self.k_range, ("minmax", "clipped"))
-        _require_in("v_range", self.v_range, ("minmax", "clipped"))
-        _require_in("k_rotation", self.k_rotation, ("none", "hadamard"))
-        _require_in("v_rotation", self.v_rotation, ("none", "hadamard"))
-        _require_in("scale_dtype", self.scale_dtype, ("bfloat16", "float16"))
-        _require_in("layout", self.layout, LAYOUTS)
-        for name in ("page_size", "outlier_channels", "sink_tokens"):
+        for name, accepted in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in accepted or isinstance(value, bool) != isinstance(accepted[0], bool):
+                raise ValueError(f"KVFormat.{name}={value!r}: accepted are {', '.join(map(str, accepted))}")
+        for name in _INTEGERS:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
                 raise ValueError(f"KVFormat.{name}={getattr(self, name)!r}: must be an integer")
-        if self.page_size < 32 or self.page_size % 32:
-            raise ValueError(f"KVFormat.page_size={self.page_size}: must be a positive multiple of 32 tokens")
-        if self.outlier_channels < 0 or self.outlier_channels % 8:
-            raise ValueError(f"KVFormat.outlier_channels={self.outlier_channels}: must be a multiple of 8, 0 for none")
-        if self.outlier_channels and self.outlier_bits <= self.k_bits:
-            raise ValueError(
-                f"KVFormat.outlier_bits={self.outlier_bits}: must exceed k_bits={self.k_bits} when outlier_channels > 0")
-        if not 0 <= self.sink_tokens < self.page_size:
-            raise ValueError(
-                f"KVFormat.sink_tokens={self.sink_tokens}: must be at least 0 and below page_size={self.page_size}")
+        Z = self.page_size
+        self._require("page_size", Z >= 32 and Z % 32 == 0, "must be a positive multiple of 32 tokens")
+        self._require("outlier_channels", self.outlier_channels >= 0 and self.outlier_channels % 8 == 0,
+                      "must be a multiple of 8, 0 for none")
+        self._require("outlier_bits", not self.outlier_channels or self.outlier_bits > self.k_bits,
+                      f"must exceed k_bits={self.k_bits} when outlier_channels > 0")
+        self._require("sink_tokens", 0 <= self.sink_tokens < Z, f"must be at least 0 and below page_size={Z}")
+        self._require("open_pages", self.open_pages >= 1, "must be at least 1, the page that is being filled")
+        block = self.rotation_block
+        self._require("rotation_block", block > 0 and not block & (block - 1), "must be a power of two")
+        self._check_parts()
         if (self.k_bits == 32) != (self.v_bits == 32):
             raise ValueError(
                 f"KVFormat.k_bits={self.k_bits}, v_bits={self.v_bits}: 32 (the exact float32 cache) goes with 32 only")
+        if self.key_rope == "pre":
+            self._require("k_rotation", self.k_rotation != "calibrated", "key_rope='pre' accepts none, hadamard, block_hadamard: "
+                          "calibrated transforms are measured on keys after RoPE")
+            self._require("outlier_choice", self.outlier_choice == "page" or not self.outlier_channels,
+                          "key_rope='pre' accepts page: channels are calibrated on keys after RoPE")
         if self.layout == "mma_sm90":
             self._check_mma_sm90()
 
+    def _check_parts(self) -> None:
+        """What keys and values have in common."""
+        for part in "kv":
+            bits, axis, group, symmetric, codes, rule, sparse = (getattr(self, f"{part}_{name}") for name in (
+                "bits", "axis", "group", "symmetric", "codes", "range", "sparse"))
+            self._require(f"{part}_group", group >= 0 and group % 8 == 0, "must be a multiple of 8, 0 for the whole page or head")
+            if axis == "channel" and group:
+                self._require(f"{part}_group", self.page_size % group == 0, f"must divide page_size={self.page_size}")
+            self._require(f"{part}_sparse", 0 <= sparse <= 4 * self.page_size, f"must be 0 … 4 * page_size={4 * self.page_size}")
+            self._require(f"{part}_sparse", not sparse or bits in QUANT_BITS, f"needs {part}_bits of 2, 3, 4, 8, not {bits}")
+            if codes == "gaussian":
+                self._require(f"{part}_codes", bits in (2, 3, 4), f"accepts {part}_bits of 2, 3, 4, not {bits}")
+            if codes == "float8_e4m3":
+                self._require(f"{part}_codes", bits == 8 and symmetric,
+                              f"needs {part}_bits=8 and {part}_symmetric=True, not {bits} and {symmetric}")
+            if codes != "uniform":
+                self._require(f"{part}_range", rule == "minmax", f"{part}_codes={codes!r} has no range to clip, use minmax")
+        if self.outlier_channels:
+            self._require("k_codes", self.k_codes == "uniform", "outlier_channels > 0 accepts uniform")
+
     def _check_mma_sm90(self) -> None:
+        plain = KVFormat()
+        same = ("k_axis", "v_axis", "k_group", "v_group", "k_symmetric", "v_symmetric", "k_codes", "v_codes", "outlier_choice",
+                "k_sparse", "v_sparse", "open_pages", "key_rope", "scale_dtype")
         for name, good, accepted in (
             ("page_size", self.page_size == mma_sm90.TOKENS, str(mma_sm90.TOKENS)),
             ("k_bits", self.k_bits <= 16, "2, 3, 4, 8, 16"),
-            ("scale_dtype", self.scale_dtype == "bfloat16", "bfloat16"),
             ("outlier_channels", self.outlier_channels % mma_sm90.TILE == 0, f"multiples of {mma_sm90.TILE}"),
+            *((name, getattr(self, name) == getattr(plain, name), str(getattr(plain, name))) for name in same),
         ):
-            if not good:
-                raise ValueError(f"KVFormat.{name}={getattr(self, name)!r}: layout 'mma_sm90' accepts {accepted}")
+            self._require(name, good, f"layout 'mma_sm90' accepts {accepted}")
+
+    def _require(self, name: str, good: bool, what: str) -> None:
+        if not good:
+            raise ValueError(f"KVFormat.{name}={getattr(self, name)!r}: {what}")
+
+    @property
+    def keys(self) -> GroupFormat:
+        """How key channels that are not promoted are quantised."""
+        return GroupFormat(bits=self.k_bits, axis=self.k_axis, group=self.k_group, symmetric=self.k_symmetric, codes=self.k_codes,
+                           range_rule=self.k_range, scale_dtype=self.scale_dtype)
+
+    @property
+    def outliers(self) -> GroupFormat:
+        """How promoted key channels are quantised: as the others, at `outlier_bits`; per token they are one group."""
+        group = self.k_group if self.k_axis == "channel" else 0
+        return dataclasses.replace(self.keys, bits=self.outlier_bits, group=group)
+
+    @property
+    def values(self) -> GroupFormat:
+        """How values are quantised."""
+        return GroupFormat(bits=self.v_bits, axis=self.v_axis, group=self.v_group, symmetric=self.v_symmetric, codes=self.v_codes,
+                           range_rule=self.v_range, scale_dtype=self.scale_dtype)
 
     @property
     def open_dtype(self) -> str:
@@ -120,131 +250,79 @@ class KVFormat:
         return "float32" if self.k_bits == 32 else "bfloat16"
 
     @property
+    def needs_calibration(self) -> bool:
+        """Whether a text must be read to know how keys are stored: promoted channels or a calibrated rotation."""
+        return self.k_rotation == "calibrated" or (self.outlier_channels > 0 and self.outlier_choice == "calibrated")
+
+    @property
     def name(self) -> str:
-        """Short label for tables, e.g. "k3v2", "k2v2+16ch@8+sink4"."""
+        """Short label for tables, e.g. "k3v2", "k2v2+16ch@8+sink4"; what is as by default is left out."""
         parts = [f"k{self.k_bits}v{self.v_bits}"]
+
+        def both(label: str, k: bool, v: bool) -> None:
+            if k or v:
+                parts.append(f"{label}-{'k' * k}{'v' * v}")
+
         if self.outlier_channels:
-            parts.append(f"{self.outlier_channels}ch@{self.outlier_bits}")
+            parts.append(f"{self.outlier_channels}ch@{self.outlier_bits}" + "page" * (self.outlier_choice == "page"))
+        both("bytoken", self.k_axis == "token", False)
+        both("bychannel", False, self.v_axis == "channel")
+        for part, group in (("k", self.k_group), ("v", self.v_group)):
+            if group:
+                parts.append(f"g{group}-{part}")
+        both("sym", self.k_symmetric, self.v_symmetric)
+        for codes in ("gaussian", "float8_e4m3"):
+            both(codes, self.k_codes == codes, self.v_codes == codes)
+        if self.k_sparse or self.v_sparse:
+            parts.append(f"sparse{self.k_sparse},{self.v_sparse}")
         if self.sink_tokens:
             parts.append(f"sink{self.sink_tokens}")
-        rotated = "k" * (self.k_rotation != "none") + "v" * (self.v_rotation != "none")
-        if rotated:
-            parts.append(f"rot-{rotated}")
-        clipped = "k" * (self.k_range == "clipped") + "v" * (self.v_range == "clipped")
-        if clipped:
-            parts.append(f"clip-{clipped}")
+        for label, rotation in (("rot", "hadamard"), (f"rot{self.rotation_block}", "block_hadamard"), ("calrot", "calibrated")):
+            both(label, self.k_rotation == rotation, self.v_rotation == rotation)
+        both("clip", self.k_range == "clipped", self.v_range == "clipped")
+        if self.open_pages > 1:
+            parts.append(f"open{self.open_pages}")
+        if self.key_rope == "pre":
+            parts.append("prerope")
+        if self.scale_dtype != "bfloat16":
+            parts.append(f"scale-{self.scale_dtype}")
+        if self.page_size != 128:
+            parts.append(f"page{self.page_size}")
         return "+".join(parts)
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raises ValueError when this format cannot store heads of `head_dim` channels."""
         if head_dim < 8 or head_dim % 8:
-            raise ValueError(f"head_dim={head_dim}: must be a positive multiple of 8")
+            raise ValueError(f"{head_dim=}: must be a positive multiple of 8")
         if self.layout == "mma_sm90" and head_dim % 32:
-            raise ValueError(f"head_dim={head_dim}: must be a multiple of 32 with layout 'mma_sm90'")
-        if self.outlier_channels >= head_dim:
-            raise ValueError(
-                f"KVFormat.outlier_channels={self.outlier_channels}: must be below head_dim={head_dim}")
-        rotated = "hadamard" in (self.k_rotation, self.v_rotation)
-        if rotated and head_dim & (head_dim - 1):
-            raise ValueError(f"rotation 'hadamard' needs a head_dim that is a power of two, got head_dim={head_dim}")
+            raise ValueError(f"{head_dim=}: must be a multiple of 32 with layout 'mma_sm90'")
+        self._require("outlier_channels", self.outlier_channels < head_dim, f"must be below {head_dim=}")
+        if self.outlier_channels and self.outlier_choice == "page" and head_dim > 256:
+            raise ValueError(f"{head_dim=}: outlier_choice='page' has indices of 8 bits, at most 256 channels")
+        if (self.k_sparse or self.v_sparse) and head_dim * self.page_size > 1 << 16:
+            raise ValueError(f"{head_dim=}: sparse entries have indices of 16 bits, page_size * head_dim must not exceed 65536")
+        for part, axis, group, channels in (("k", self.k_axis, self.k_group, head_dim - self.outlier_channels),
+                                            ("v", self.v_axis, self.v_group, head_dim)):
+            if axis == "token" and group and channels % group:
+                raise ValueError(f"KVFormat.{part}_group={group}: must divide the {channels} channels that share a token's scales")
+        if "hadamard" in (self.k_rotation, self.v_rotation) and head_dim & (head_dim - 1):
+            raise ValueError(f"rotation 'hadamard' needs a head_dim that is a power of two, got {head_dim=}; block_hadamard takes "
+                             "any multiple of rotation_block")
+        if "block_hadamard" in (self.k_rotation, self.v_rotation) and head_dim % self.rotation_block:
+            raise ValueError(f"KVFormat.rotation_block={self.rotation_block}: must divide {head_dim=}")
+
+    def check_cacheable(self) -> None:
+        """Raises NotImplementedError when this point runs in `moejax.scoring` only, and not in a cache that decodes."""
+        if self.open_pages > 1:
+            raise NotImplementedError(f"open_pages={self.open_pages}: the paged cache keeps 1 open page; scoring "
+                                      "(`experiments.quality`) runs this format")
+        if self.key_rope == "pre":
+            raise NotImplementedError("key_rope='pre': the paged cache stores keys after RoPE; scoring (`experiments.quality`) "
+                                      "runs this format")
 
     def page_layout(self, head_dim: int) -> PageLayout:
         """Where each plane of a closed page lies, for heads of `head_dim` channels. Raises ValueError as `check_head_dim`."""
+        from pallas_kernels.page_layout import PageLayout
+
         self.check_head_dim(head_dim)
         return PageLayout(fmt=self, head_dim=head_dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class PageLayout:
-    """Sizes, in 32-bit words, of one closed page of one KV head. All derived from the format and `head_dim`."""
-
-    fmt: KVFormat
-    head_dim: int
-
-    @property
-    def base_channels(self) -> int:
-        """Key channels stored at `k_bits` (the rest are promoted)."""
-        return self.head_dim - self.fmt.outlier_channels
-
-    def planes(self) -> dict[str, tuple[int, int]]:
-        """Plane name -> (first word, words), in storage order. Planes of no words are left out."""
-        out, first = {}, 0
-        for part in (self._key_planes(), self._value_planes()):
-            for name, words in part.items():
-                if words:
-                    out[name] = (first, words)
-                    first += words
-            first = align_to(first, self.part_align)
-        return out
-
-    @property
-    def part_align(self) -> int:
-        """The keys' part and the values' part of a page each fill a multiple of this many words."""
-        return self.head_dim // 2 if self.fmt.layout == "mma_sm90" else 1
-
-    @property
-    def key_words(self) -> int:
-        """Words of the keys' part, with which a page begins."""
-        return align_to(sum(self._key_planes().values()), self.part_align)
-
-    @property
-    def value_words(self) -> int:
-        """Words of the values' part, which follows the keys'."""
-        return align_to(sum(self._value_planes().values()), self.part_align)
-
-    def _key_planes(self) -> dict[str, int]:
-        f = self.fmt
-        return {
-            "k_codes": self._code_words(self.base_channels, f.k_bits),
-            "k_scales": self.base_channels if f.k_bits in QUANT_BITS else 0,
-            "outlier_codes": self._code_words(f.outlier_channels, f.outlier_bits),
-            "outlier_scales": f.outlier_channels if f.outlier_bits in QUANT_BITS else 0,
-        }
-
-    def _value_planes(self) -> dict[str, int]:
-        f = self.fmt
-        return {
-            "v_codes": self._code_words(self.head_dim, f.v_bits),
-            "v_scales": f.page_size if f.v_bits in QUANT_BITS else 0,
-        }
-
-    def _code_words(self, channels: int, bits: int) -> int:
-        if self.fmt.layout == "mma_sm90":
-            return mma_sm90.plane_words(channels, bits)
-        return channels * self.fmt.page_size * bits // WORD_BITS
-
-    @property
-    def used_words(self) -> int:
-        """Words of all planes, without the padding between and after them."""
-        return sum(words for _, words in self.planes().values())
-
-    @property
-    def words(self) -> int:
-        """Words a closed page takes, padding to a multiple of 32 words (128 bytes) included."""
-        return align_to(self.key_words + self.value_words, ALIGN_WORDS)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes a closed page of one layer and KV head takes."""
-        return self.words * WORD_BITS // 8
-
-    def effective_bits(self) -> float:
-        """Bits per stored key or value element in closed pages: codes, scales, offsets, promoted channels and padding."""
-        return self.words * WORD_BITS / (2 * self.head_dim * self.fmt.page_size)
-
-    def effective_bits_at(self, tokens: int) -> float:
-        """The same at a sequence length of `tokens`, open page and sinks included (they are kept beside the closed pages)."""
-        if tokens < 1:
-            raise ValueError(f"tokens={tokens}: must be at least 1")
-        return 8 * self.sequence_bytes(tokens) / (2 * self.head_dim * tokens)
-
-    def sequence_bytes(self, tokens: int) -> int:
-        """Bytes one layer and KV head needs for a sequence of `tokens`: closed pages, one whole open page, sinks."""
-        element = 4 if self.fmt.open_dtype == "float32" else 2
-        unquantised = (self.fmt.page_size + self.fmt.sink_tokens) * 2 * self.head_dim * element
-        return tokens // self.fmt.page_size * self.page_bytes + unquantised
-
-
-def _require_in(name: str, value, accepted: tuple) -> None:
-    if isinstance(value, bool) or value not in accepted:
-        raise ValueError(f"KVFormat.{name}={value!r}: accepted are {', '.join(map(str, accepted))}")

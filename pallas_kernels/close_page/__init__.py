@@ -34,20 +34,20 @@ def close_page(
       ValueError: shapes, dtypes or `num_sinks` that do not fit.
       NotImplementedError: no implementation can serve the call.
     """
-    if open_k.shape != open_v.shape or open_k.ndim < 3:
-        raise ValueError(f"{open_k.shape=}, {open_v.shape=}: must be the same [..., K, Z, H]")
-    for name, x in (("open_k", open_k), ("open_v", open_v)):
-        if x.dtype.name not in OPEN_DTYPES:
-            raise ValueError(f"{name}.dtype={x.dtype}: accepted are {', '.join(OPEN_DTYPES)}")
-    if open_k.shape[-2] != kv_format.page_size:
-        raise ValueError(f"{open_k.shape=}: the axis before the last must be page_size={kv_format.page_size}")
-    if isinstance(num_sinks, int) and not 0 <= num_sinks < kv_format.page_size:
-        raise ValueError(f"{num_sinks=}: must be at least 0 and below page_size={kv_format.page_size}")
-    sinks = jnp.asarray(num_sinks, jnp.int32)
-    lead = open_k.shape[:-3]
-    if jnp.broadcast_shapes(sinks.shape, lead) != lead:
-        raise ValueError(f"num_sinks.shape={sinks.shape}: must broadcast to {lead}, the leading axes of {open_k.shape=}")
+    sinks = _check(open_k, open_v, kv_format, num_sinks)
     return dispatch.call("close_page", implementation, open_k, open_v, kv_format=kv_format, num_sinks=sinks)
+
+
+def fake_quantize(
+    open_k: jax.Array, open_v: jax.Array, *, kv_format: KVFormat, num_sinks: int | jax.Array = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """What `open_page` gives back of `close_page`, bit for bit, without packing. Arguments and errors as of `close_page`.
+
+    Returns:
+      (k, v), float32 [..., K, Z, H].
+    """
+    sinks = _check(open_k, open_v, kv_format, num_sinks)
+    return reference.fake_quantize(open_k, open_v, kv_format=kv_format, num_sinks=sinks)
 
 
 def open_page(words: jax.Array, *, kv_format: KVFormat, head_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -69,3 +69,21 @@ def open_page(words: jax.Array, *, kv_format: KVFormat, head_dim: int) -> tuple[
         raise ValueError(
             f"{words.shape=}, {words.dtype=}: must be uint32 [..., {expected}] for {kv_format.name} and {head_dim=}")
     return reference.open_page(words, kv_format=kv_format, head_dim=head_dim)
+
+
+def _check(open_k: jax.Array, open_v: jax.Array, kv_format: KVFormat, num_sinks: int | jax.Array) -> jax.Array:
+    """`num_sinks` as int32. Raises ValueError as `close_page`."""
+    if open_k.shape != open_v.shape or open_k.ndim < 3:
+        raise ValueError(f"{open_k.shape=}, {open_v.shape=}: must be the same [..., K, Z, H]")
+    for name, x in (("open_k", open_k), ("open_v", open_v)):
+        if x.dtype.name not in OPEN_DTYPES:
+            raise ValueError(f"{name}.dtype={x.dtype}: accepted are {', '.join(OPEN_DTYPES)}")
+    if open_k.shape[-2] != kv_format.page_size:
+        raise ValueError(f"{open_k.shape=}: the axis before the last must be page_size={kv_format.page_size}")
+    if isinstance(num_sinks, int) and not 0 <= num_sinks < kv_format.page_size:
+        raise ValueError(f"{num_sinks=}: must be at least 0 and below page_size={kv_format.page_size}")
+    sinks = jnp.asarray(num_sinks, jnp.int32)
+    lead = open_k.shape[:-3]
+    if jnp.broadcast_shapes(sinks.shape, lead) != lead:
+        raise ValueError(f"num_sinks.shape={sinks.shape}: must broadcast to {lead}, the leading axes of {open_k.shape=}")
+    return sinks

@@ -25,7 +25,7 @@ CONFIGS = [
 FORMATS = [
     KVFormat(), KVFormat(k_bits=32, v_bits=32, page_size=64), KVFormat(k_bits=2, v_bits=3, page_size=32),
     KVFormat(k_bits=2, v_bits=2, page_size=96, outlier_channels=8, outlier_bits=16, sink_tokens=5),
-    KVFormat(k_bits=8, v_bits=4, page_size=32, sink_tokens=1),
+    KVFormat(k_bits=8, v_bits=4, page_size=32, sink_tokens=1), KVFormat(k_bits=2, page_size=32, k_rotation="calibrated"),
 ]
 
 
@@ -40,9 +40,12 @@ def test_weight_bytes_are_those_of_the_parameters(config, dtype):
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda f: f.name)
 def test_cache_bytes_are_those_of_the_arrays(kv_format):
     config = CONFIGS[0]
-    spec = decode.DecodeSpec(None, config, kv_format)
-    perm = jnp.zeros((config.num_kv_heads, config.head_dim), jnp.int32)
-    transforms = [KeyTransform(perm) for _ in config.layers] if kv_format.outlier_channels else None
+    spec = decode.DecodeSpec(None, config, (kv_format,) * config.num_layers)
+    K, H = config.num_kv_heads, config.head_dim
+    transform = KeyTransform(k_perm=jnp.zeros((K, H), jnp.int32))
+    if kv_format.k_rotation == "calibrated":
+        transform = KeyTransform(k_matrix=jnp.zeros((K, H, H)), q_matrix=jnp.zeros((K, H, H)))
+    transforms = [transform] * config.num_layers if kv_format.needs_calibration else None
     state = decode.init_state(spec, max_batch=3, num_pages=7, max_len=300, transforms=transforms)
     computed = accounting.cache_bytes(config, kv_format, max_batch=3, num_pages=7)
     assert computed["pages"] == sum(c.pages.nbytes for c in state.caches)
@@ -54,7 +57,7 @@ def test_cache_bytes_are_those_of_the_arrays(kv_format):
 def test_bytes_of_one_sequence(kv_format):
     config, tokens = CONFIGS[0], 3 * kv_format.page_size + 5
     whole = accounting.cache_bytes(config, kv_format, max_batch=1, num_pages=3)
-    assert accounting.sequence_bytes(config, kv_format, tokens) == sum(whole.values()) - whole["permutations"]
+    assert accounting.sequence_bytes(config, kv_format, tokens) == sum(whole.values()) - whole["transforms"]
     assert accounting.cache_bytes_per_token(config, kv_format) == whole["pages"] / (3 * kv_format.page_size)
 
 

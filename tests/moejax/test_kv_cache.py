@@ -41,7 +41,7 @@ def append(cache, k, v, where, kv_format):
 
 @functools.partial(jax.jit, static_argnames="kv_format")
 def close(caches, where, kv_format):
-    return kv_cache.close_filled(caches, Placement(**where), kv_format=kv_format)
+    return kv_cache.close_filled(caches, Placement(**where), formats=(kv_format,) * len(caches))
 
 
 @pytest.mark.parametrize("T, kv_lens, q_lens", [
@@ -105,7 +105,7 @@ def test_transforms_keep_every_dot_product_of_a_query_with_its_keys():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(B, 4, 3 * K, H)).astype(np.float32), rng.normal(size=(B, 4, K, H)).astype(np.float32)
     perm = jnp.asarray(np.stack([rng.permutation(H) for _ in range(K)]), jnp.int32)
-    q2, k2 = (kv_cache.permute_channels(kv_cache.rotate(x, "hadamard"), KeyTransform(perm)) for x in (q, k))
+    q2, k2 = (kv_cache.permute_channels(kv_cache.rotate(x, "hadamard", 0), KeyTransform(perm)) for x in (q, k))
 
     def products(q, k):
         return np.einsum("btkgh,bskh->bkgts", np.asarray(q).reshape(B, 4, K, 3, H), np.asarray(k))
@@ -119,3 +119,40 @@ def test_permuted_channels_stand_where_the_permutation_says():
     perm = np.stack([np.arange(H)[::-1], np.roll(np.arange(H), 1)]).astype(np.int32)
     out = np.asarray(kv_cache.permute_channels(k, KeyTransform(jnp.asarray(perm))))
     assert np.array_equal(out[0, 0, 0], k[0, 0, 0, ::-1]) and np.array_equal(out[0, 0, 1], np.roll(k[0, 0, 1], 1))
+
+
+def test_layers_of_different_formats_close_into_their_own_pools():
+    formats = (FORMAT, KVFormat(k_bits=2, v_bits=2, page_size=Z), FORMAT)
+    caches = tuple(filled_cache(f, i) for i, f in enumerate(formats))
+    where = Placement(**placement([[4, 3, 0, 0]] * B, [2 * Z - 1, 0, 0], [1, 0, 0]))
+    for f, old, new in zip(formats, caches, kv_cache.close_filled(caches, where, formats=formats)):
+        expected = np.array(old.pages)
+        expected[3] = close_page(old.open_k[0], old.open_v[0], kv_format=f)
+        assert np.array_equal(expected, new.pages)
+
+
+def test_block_hadamard_works_on_blocks_and_is_its_own_inverse():
+    x = np.random.default_rng(0).normal(size=(2, 24)).astype(np.float32)
+    turned = np.asarray(kv_cache.rotate(x, "block_hadamard", 8))
+    np.testing.assert_allclose(turned[:, 8:16], x[:, 8:16] @ kv_cache.hadamard(8), atol=1e-6)
+    np.testing.assert_allclose(kv_cache.rotate(turned, "block_hadamard", 8), x, atol=1e-6)
+
+
+def test_calibrated_rotation_keeps_products_and_needs_its_matrices():
+    rng = np.random.default_rng(0)
+    fmt = KVFormat(k_bits=2, page_size=Z, k_rotation="calibrated")
+    matrix = rng.normal(size=(K, H, H)).astype(np.float32) + 4 * np.eye(H, dtype=np.float32)
+    transform = KeyTransform(k_matrix=jnp.asarray(matrix), q_matrix=jnp.asarray(np.linalg.inv(matrix).swapaxes(1, 2)))
+    q, k = (rng.normal(size=(B, 1, heads, H)).astype(np.float32) for heads in (3 * K, K))
+    q2, k2 = kv_cache.stored_queries(q, fmt, transform), kv_cache.stored_keys(k, fmt, transform)
+    for n in range(3 * K):
+        np.testing.assert_allclose(np.einsum("bh,bh->b", q2[:, 0, n], k2[:, 0, n // 3]),
+                                   np.einsum("bh,bh->b", q[:, 0, n], k[:, 0, n // 3]), atol=1e-4)
+    with pytest.raises(ValueError, match="calibrated"):
+        kv_cache.stored_keys(k, fmt, KeyTransform())
+
+
+@pytest.mark.parametrize("field", [{"open_pages": 2}, {"key_rope": "pre"}])
+def test_points_that_no_cache_holds_are_refused_by_name(field):
+    with pytest.raises(NotImplementedError, match=next(iter(field))):
+        kv_cache.init_layer(KVFormat(k_bits=2, page_size=Z, **field), num_kv_heads=K, head_dim=H, num_pages=1, max_batch=1)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moejax import decode, page_table
 from moejax.attention import causal_attention
 from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE
 from moejax.model import Transformer, abstract
@@ -93,3 +94,22 @@ def all_nan(array: jax.Array) -> jax.Array:
     if array.dtype == jnp.uint32:
         return jnp.full_like(array, 0xFFFFFFFF)
     return jnp.full_like(array, jnp.nan) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def score_paged(spec, params, window: np.ndarray, transforms=None) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probability of window[1:], most probable next tokens) [T] of one sequence that goes through the paged cache."""
+    length = len(window) - 1
+    pages = length // spec.page_size
+    table = page_table.allocate(
+        page_table.create(max_batch=1, num_pages=pages, max_len=length, page_size=spec.page_size), 0, length)
+    state = decode.with_table(
+        decode.init_state(spec, max_batch=1, num_pages=pages, max_len=length, transforms=transforms), table)
+    parts, done = [], 0
+    for tokens, q_len in decode.pieces(window[:-1].tolist(), 0, spec.page_size):
+        targets = np.zeros(len(tokens), np.int32)
+        targets[:q_len] = window[done + 1:done + 1 + q_len]
+        state, *scores = decode.score_piece(spec, params, state, np.int32(0), tokens, np.int32(q_len), targets)
+        parts.append([np.asarray(a)[:q_len] for a in scores])
+        done += q_len
+    log_probs, top1 = map(np.concatenate, zip(*parts))
+    return log_probs, top1

@@ -22,6 +22,18 @@ FORMATS = [
     KVFormat(k_bits=3, v_bits=16, outlier_channels=16, outlier_bits=4, layout="mma_sm90"),
     KVFormat(k_bits=8, v_bits=4, k_range="clipped", v_range="clipped", layout="mma_sm90"),
 ]
+# Points of the space that only the linear layout stores.
+WIDE = [
+    KVFormat(k_bits=4, v_bits=4, page_size=32, k_axis="token", k_group=8, v_group=8, k_symmetric=True, v_symmetric=True),
+    KVFormat(k_bits=2, v_bits=2, page_size=64, k_group=32, v_axis="channel", v_group=32, sink_tokens=4),
+    KVFormat(k_bits=8, v_bits=8, page_size=32, k_axis="token", k_codes="float8_e4m3", v_codes="float8_e4m3", k_symmetric=True,
+             v_symmetric=True, scale_dtype="float16"),
+    KVFormat(k_bits=3, v_bits=2, page_size=32, k_axis="token", k_codes="gaussian", v_codes="gaussian", k_symmetric=True),
+    KVFormat(k_bits=2, v_bits=4, page_size=32, outlier_channels=8, outlier_bits=4, outlier_choice="page",
+             scale_dtype="float8_e4m3"),
+    KVFormat(k_bits=2, v_bits=2, page_size=32, k_sparse=9, v_sparse=5, outlier_channels=8, outlier_bits=8, sink_tokens=4),
+    KVFormat(k_bits=3, v_bits=3, page_size=32, v_range="clipped", v_symmetric=True, v_sparse=3, k_axis="token", v_axis="channel"),
+]
 # Compiled quickly: fully optimised, these tests take minutes.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 close = jax.jit(close_page, static_argnames=("kv_format", "implementation"), compiler_options=FAST_COMPILE)
@@ -60,11 +72,7 @@ class ClosePageCases:
     def test_bytes_mean_what_the_format_says(self, fmt):
         """An independent decoder of the bytes gives what `open_page` gives, and that is near the input."""
         k, v = make_page(fmt)
-        words = self.close(k, v, fmt)
-        opened = reopen(words, kv_format=fmt, head_dim=k.shape[-1])
-        for index in np.ndindex(words.shape[:2]):
-            for ours, theirs in zip(opened, oracle.decode_page(words[index], fmt, k.shape[-1])):
-                assert_close(ours[index], theirs, "dequantize_f32")
+        opened = self.check_bytes(k, v, fmt)
         k, v = k.astype(np.float64), v.astype(np.float64)
         base = k.shape[-1] - fmt.outlier_channels
         for x, y, bits, axis, rule in (
@@ -79,6 +87,14 @@ class ClosePageCases:
             elif rule == "minmax":
                 # Half a step; the stored step may be 2**-7 wider than needed.
                 assert (error <= group_step(x, bits, axis) * 0.505 + 1e-6).all()
+
+    def check_bytes(self, k, v, fmt, num_sinks=0):
+        words = self.close(k, v, fmt, num_sinks)
+        opened = reopen(words, kv_format=fmt, head_dim=k.shape[-1])
+        for index in np.ndindex(words.shape[:2]):
+            for ours, theirs in zip(opened, oracle.decode_page(words[index], fmt, k.shape[-1])):
+                assert_close(ours[index], theirs, "gaussian_levels" if "gaussian" in fmt.name else "dequantize_f32")
+        return opened
 
     @pytest.mark.parametrize("fmt", FORMATS[:2], ids=lambda f: f.name)
     def test_keys_are_grouped_per_channel_and_values_per_token(self, fmt):

@@ -6,7 +6,10 @@ import numpy as np
 
 from pallas_kernels import KVFormat
 
-SCALE_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+SCALE_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float8_e4m3": ml_dtypes.float8_e4m3fn}
+# Levels of a standard normal variable as tables give them, Max (1960).
+GAUSSIAN = {2: [-1.5104, -0.4528, 0.4528, 1.5104],
+            3: [-2.1520, -1.3439, -0.7560, -0.2451, 0.2451, 0.7560, 1.3439, 2.1520]}
 
 
 def decode_codes(words: np.ndarray, bits: int, rows: int, columns: int) -> np.ndarray:
@@ -30,14 +33,51 @@ def decode_page(words: np.ndarray, fmt: KVFormat, head_dim: int) -> tuple[np.nda
     take = _Reader(words)
     if fmt.layout == "mma_sm90":
         return _decode_mma_sm90(take, fmt, head_dim)
-    k = _real(take(z * base * fmt.k_bits // 32), take(base if fmt.k_bits < 16 else 0), fmt.k_bits, z, base, fmt.scale_dtype, axis=0)
+    k = _matrix(take, fmt, "k", fmt.k_bits, z, base, fmt.k_group)
     if promoted:
-        codes = take(z * promoted * fmt.outlier_bits // 32)
-        scales = take(promoted if fmt.outlier_bits < 16 else 0)
-        k = np.concatenate([k, _real(codes, scales, fmt.outlier_bits, z, promoted, fmt.scale_dtype, axis=0)], axis=1)
-    v_codes, v_scales = take(z * head_dim * fmt.v_bits // 32), take(z if fmt.v_bits < 16 else 0)
-    v = _real(v_codes, v_scales, fmt.v_bits, z, head_dim, fmt.scale_dtype, axis=1)
-    return k, v
+        group = fmt.k_group if fmt.k_axis == "channel" else 0
+        k = np.concatenate([k, _matrix(take, fmt, "k", fmt.outlier_bits, z, promoted, group)], axis=1)
+    order = np.arange(head_dim)
+    if promoted and fmt.outlier_choice == "page":
+        chosen = take(promoted // 4).view(np.uint8)
+        order = np.concatenate([np.setdiff1d(order, chosen), chosen])
+    _insert(k, take(fmt.k_sparse))
+    v = _matrix(take, fmt, "v", fmt.v_bits, z, head_dim, fmt.v_group)
+    _insert(v, take(fmt.v_sparse))
+    unordered = np.empty_like(k)
+    unordered[:, order] = k
+    return unordered, v
+
+
+def _matrix(take, fmt: KVFormat, part: str, bits: int, z: int, channels: int, group: int) -> np.ndarray:
+    """The next codes and scales, as numbers."""
+    axis, symmetric, kind = (getattr(fmt, f"{part}_{name}") for name in ("axis", "symmetric", "codes"))
+    codes = decode_codes(take(z * channels * bits // 32), bits, z, channels)
+    if bits == 32:
+        return codes.astype(np.uint32).view(np.float32).astype(np.float64)
+    if bits == 16:
+        return codes.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+    along = z if axis == "channel" else channels
+    size = group or along
+    shape = (z // size, channels) if axis == "channel" else (z, channels // size)
+    dtype = np.dtype(SCALE_DTYPES[fmt.scale_dtype])
+    count = shape[0] * shape[1] * (1 if symmetric else 2)
+    raw = np.ascontiguousarray(take(-(-count * dtype.itemsize // 4))).view(np.uint8)[:count * dtype.itemsize]
+    scalars = raw.view(dtype).astype(np.float64).reshape(*shape, -1)
+    scale, offset = (np.repeat(s, size, axis=0 if axis == "channel" else 1) for s in (scalars[..., 0], scalars[..., -1]))
+    if kind == "float8_e4m3":
+        return scale * codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    if kind == "gaussian":
+        unit = np.asarray(GAUSSIAN[bits])[codes.astype(int)]
+        return scale * unit + (0 if symmetric else offset)
+    return scale * (codes.astype(np.float64) - (2**bits - 1) / 2) if symmetric else scale * codes.astype(np.float64) + offset
+
+
+def _insert(matrix: np.ndarray, entries: np.ndarray) -> None:
+    """Sparse entries: position in the low half of each word, bfloat16 in the high half."""
+    for word in entries:
+        value = np.array([int(word) >> 16], np.uint16).view(ml_dtypes.bfloat16)[0]
+        matrix[divmod(int(word) & 0xFFFF, matrix.shape[1])] = float(value)
 
 
 class _Reader:
@@ -89,18 +129,6 @@ def _decode_mma_sm90(take, fmt: KVFormat, head_dim: int) -> tuple[np.ndarray, np
         return k, floats(codes)
     scales = take(128)
     return k, floats(scales & 0xFFFF)[:, None] * codes + floats(scales >> 16)[:, None]
-
-
-def _real(words, scales, bits: int, rows: int, columns: int, scale_dtype: str, axis: int) -> np.ndarray:
-    codes = decode_codes(words, bits, rows, columns)
-    if bits == 32:
-        return codes.astype(np.uint32).view(np.float32).astype(np.float64)
-    if bits == 16:
-        return codes.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
-    halves = np.ascontiguousarray(scales).astype(np.uint32)
-    scale = (halves & 0xFFFF).astype(np.uint16).view(SCALE_DTYPES[scale_dtype]).astype(np.float64)
-    offset = (halves >> 16).astype(np.uint16).view(SCALE_DTYPES[scale_dtype]).astype(np.float64)
-    return np.expand_dims(scale, axis) * codes.astype(np.float64) + np.expand_dims(offset, axis)
 
 
 def attention(

@@ -1,0 +1,161 @@
+"""Each preset on a tiny page, against numbers worked by hand or by the method's own words in plain NumPy."""
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import presets
+from moejax.kv_cache import KeyTransform, hadamard, stored_keys
+from pallas_kernels import KVFormat, fake_quantize
+from tests.pallas_kernels.close_page_cases import FAST_COMPILE
+
+Z, H = 128, 64
+fake = jax.jit(fake_quantize, static_argnames="kv_format", compiler_options=FAST_COMPILE)
+
+
+def fmt(name: str) -> KVFormat:
+    formats = presets.get(name).formats(8, H)
+    return formats[len(formats) // 2]
+
+
+def page(seed=0):
+    """[1, Z, H] each, in steps of 1/64 so that 16-bit floats hold them; channel 7 of the keys is an outlier with a bias."""
+    rng = np.random.default_rng(seed)
+    k, v = np.round(rng.normal(size=(2, 1, Z, H)) * 64) / 64
+    k[..., 7] = k[..., 7] * 8 + 16
+    return k.astype(np.float32), v.astype(np.float32)
+
+
+def uniform(x, axis, bits):
+    """Asymmetric min/max codes with exact scales."""
+    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    step = (high - low) / (2**bits - 1)
+    return low + step * np.round((x - low) / step)
+
+
+def groups(x, axis, size):
+    shape = list(x.shape)
+    shape[axis:axis + 1] = [shape[axis] // size, size]
+    return x.reshape(shape)
+
+
+def assert_quantised_as(ours, theirs, x, slack=0.02):
+    """Equal up to the rounding of 16-bit scales: a step may be 0.8 % wider, which moves some codes by one."""
+    ours, theirs = np.asarray(ours, np.float64).reshape(x.shape), np.asarray(theirs, np.float64).reshape(x.shape)
+    lost = [np.linalg.norm(y - x) for y in (ours, theirs)]
+    assert lost[0] == pytest.approx(lost[1], rel=slack)
+    assert np.median(np.abs(ours - theirs)) < 2 * np.abs(theirs - x).mean()
+
+
+@pytest.mark.parametrize(("name", "bits"), [("kivi-2", 2), ("kivi-4", 4)])
+def test_kivi(name, bits):
+    """Effective bits 3 and 5: a code of 2 or 4 bits and 32 bits of scale and minimum for 32 of them."""
+    k, v = page()
+    k_hat, v_hat = fake(k, v, kv_format=fmt(name))
+    assert_quantised_as(k_hat, uniform(groups(k, 1, 32), 2, bits), k)
+    assert_quantised_as(v_hat, uniform(groups(v, 2, 32), 3, bits), v)
+    assert fmt(name).page_layout(H).effective_bits() == bits + 1
+
+
+@pytest.mark.parametrize(("name", "bits"), [("naive-int2", 2), ("naive-int4", 4), ("qserve-kv4", 4), ("int8", 8)])
+def test_per_token(name, bits):
+    k, v = page()
+    k_hat, v_hat = fake(k, v, kv_format=fmt(name))
+    assert_quantised_as(k_hat, uniform(k, 2, bits), k)
+    assert_quantised_as(v_hat, uniform(v, 2, bits), v)
+    assert fmt(name).page_layout(H).effective_bits() == bits + 32 / H
+
+
+def test_naive_int2_by_hand():
+    """One token 0, 1, 2, 9: step 3, so 1 becomes 0 and 2 becomes 3."""
+    x = np.tile(np.array([0, 1, 2, 9], np.float32), (1, Z, H // 4))
+    k_hat, v_hat = fake(x, x, kv_format=fmt("naive-int2"))
+    for y in (k_hat, v_hat):
+        np.testing.assert_array_equal(np.asarray(y)[0, 5, :4], [0, 0, 3, 9])
+
+
+def test_fp8_by_hand():
+    """Largest 448: scale 1. 17 and 19 lie half way between 16, 18 and 20 and go to the even mantissa."""
+    x = np.tile(np.array([448, 17, 19, -0.25], np.float32), (1, Z, H // 4))
+    k_hat, _ = fake(x, x, kv_format=fmt("fp8-e4m3"))
+    np.testing.assert_array_equal(np.asarray(k_hat)[0, 0, :4], [448, 16, 20, -0.25])
+    assert fmt("fp8-e4m3").page_layout(H).effective_bits() == 8.25
+
+
+@pytest.mark.parametrize(("name", "bits"), [("kvquant-2", 2), ("kvquant-3", 3), ("kvquant-4", 4)])
+def test_kvquant(name, bits):
+    """82 entries of 8,192 come back exactly, outliers first; the rest at the levels of a normal distribution; keys before RoPE."""
+    f = fmt(name)
+    assert f.key_rope == "pre" and f.sink_tokens == 1 and f.k_sparse == f.v_sparse == 82
+    k, v = page()
+    k[0, 9, 3] = 100
+    k_hat, v_hat = (np.asarray(a) for a in fake(k, v, kv_format=f))
+    assert k_hat[0, 9, 3] == 100
+    assert (k_hat == k).sum() >= 75 and (v_hat == v).sum() >= 75  # a few have more digits than bfloat16
+    assert len(np.unique(np.round(v_hat[0, 20], 3))) <= 2**bits + 5
+    rest = np.ones(Z, bool)
+    rest[9] = False  # channel 3 without its outlier: the deviation is that of the rest
+    error = np.abs(k_hat - k)[0, rest, 3].mean()
+    assert error < {2: 0.4, 3: 0.2, 4: 0.1}[bits]
+
+
+@pytest.mark.parametrize(("name", "bits"), [("turboquant-2", 2), ("turboquant-3", 3), ("turboquant-4", 4)])
+def test_turboquant(name, bits):
+    """One scalar a token, its root mean square; squared error of a Gaussian: 0.1175, 0.0345, 0.0095 of it (Max, 1960)."""
+    f = fmt(name)
+    k = np.random.default_rng(0).normal(size=(1, Z, H)).astype(np.float32) * np.linspace(1, 9, Z, dtype=np.float32)[:, None]
+    k_hat = np.asarray(fake(k, k, kv_format=f)[0])
+    share = np.mean((k_hat - k) ** 2, axis=2) / np.mean(k**2, axis=2)
+    assert np.mean(share) == pytest.approx({2: 0.1175, 3: 0.0345, 4: 0.0095}[bits], rel=0.12)
+    assert f.k_rotation == "hadamard" and f.keys.scale_words(Z, H) == Z // 2
+    formats = presets.get(name).formats(8, H)
+    assert [g.k_bits for g in formats] == ([bits] * 8 if bits == 2 else [16, 16, *[bits] * 4, 16, 16])
+
+
+def test_saw_int4_rotates_keys_in_blocks_of_32():
+    f = fmt("saw-int4")
+    k = np.zeros((1, 1, 1, H), np.float32)
+    k[..., 3] = 32**0.5
+    stored = np.asarray(stored_keys(k, f, KeyTransform()))[0, 0, 0]
+    np.testing.assert_allclose(stored, np.concatenate([hadamard(32)[3] * 32**0.5, np.zeros(32)]), atol=1e-5)
+    assert f.v_rotation == "none" and f.k_axis == f.v_axis == "token" and f.page_layout(H).effective_bits() == 4.5
+
+
+def test_oscar_keeps_sinks_and_three_pages_and_clips():
+    f = fmt("oscar-2")
+    assert (f.sink_tokens, f.open_pages, f.k_rotation, f.v_rotation) == (64, 3, "hadamard", "hadamard")
+    x = np.zeros((1, Z, H), np.float32)
+    x[..., ::2], x[..., 1] = 1, 6  # zeros and ones and one 6 a token: the best grid leaves the 6 out
+    clipped = np.asarray(fake(x, x, kv_format=f)[1])[0, 0]
+    plain = np.asarray(fake(x, x, kv_format=KVFormat(k_bits=2, v_bits=2))[1])[0, 0]
+    assert np.square(clipped - x[0, 0]).sum() < 0.8 * np.square(plain - x[0, 0]).sum()
+
+
+def test_kitty_promotes_a_quarter_page_by_page():
+    f = fmt("kitty-2")
+    k, v = page()
+    k_hat = np.asarray(fake(k, v, kv_format=f)[0])[0]
+    # 16 channels with 15 steps, 48 with 3: relative to its range each channel's worst error tells its width.
+    worst = np.abs(k_hat - k[0]).max(0) / (k[0].max(0) - k[0].min(0))
+    assert (np.sort(worst)[:16] < 0.036).all() and (np.sort(worst)[16:] > 0.1).all() and worst[7] < 0.036
+    assert f.page_layout(H).used_words * 32 / (2 * H * Z) == pytest.approx(
+        ((48 * 2 + 16 * 4) / H + 32 / Z + 16 * 8 / (H * Z) + 2 + 32 / H) / 2)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("moejax-2.5", 2.5), ("moejax-2.75", 2.75), ("moejax-3.25", 3.25),
+    ("moejax-4.25", 4.125)])
+def test_ours_fit_their_budget(name, bits):
+    assert fmt(name).page_layout(H).effective_bits() == bits <= float(name.partition("-")[2])
+    assert fmt(name).needs_calibration and fmt(name).sink_tokens == 4
+    for head_dim in (64, 128):  # the fast layout stores them too, where promoted channels come in whole tiles
+        f = presets.get(name).formats(1, head_dim)[0]
+        if f.outlier_channels % 16 == 0:
+            assert KVFormat(**{**f.__dict__, "layout": "mma_sm90"}).page_layout(head_dim).words > 0
+
+
+def test_all_say_what_they_share_and_unknown_names_are_refused():
+    assert all(p.shares and p.differs for p in presets.PRESETS.values())
+    assert math.isfinite(sum(f.page_layout(128).effective_bits() for p in presets.PRESETS.values() for f in p.formats(8, 128)))
+    with pytest.raises(ValueError, match="preset 'kivi': accepted are kivi-2"):
+        presets.get("kivi")
