@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -144,29 +145,34 @@ def _close_keys(segment: _Segment, k_ref, num_sinks, out_ref) -> None:
 
 def _close_key_tiles(segment: _Segment, k_ref, token, num_sinks, out_ref, pair, tiles: int) -> None:
     """Two tiles that share their channels (see `mma_sm90`), or the last one alone."""
-    first = segment.tile + 2 * pair
-    codes = []
+    codes, scales = [], []
     for j in range(tiles):
-        words: list[Any] = [0, 0]  # of scales and of offsets
-        tile: list[list[Any]] = [[] for _ in range(TOKEN_TILES)]  # [m][e]
-        for e in range(2):
-            index = (pl.ds(first, 2), slice(None), j, slice(None), e) if tiles == 2 else (first, *3 * (slice(None),), e)
-            x = [_load(k_ref.at[(m, slice(None), slice(None), *index)], (4, 3, 0, 1, 2, 5)) for m in range(TOKEN_TILES)]
-            if segment.bits in QUANT_BITS:
-                seen = [token >= num_sinks - TILE * m for m in range(TOKEN_TILES)]
-                low = _reduce(jnp.minimum, jnp.min, [jnp.where(s, y, jnp.inf) for s, y in zip(seen, x)])
-                high = _reduce(jnp.maximum, jnp.max, [jnp.where(s, y, -jnp.inf) for s, y in zip(seen, x)])
-                empty = low > high
-                group = _scale_offset(jnp.where(empty, 0.0, low), jnp.where(empty, 0.0, high), segment.bits)
-                words = [word | _high_half(y, 16 * e) for word, y in zip(words, group)]
-                inverse, offset = _over_group(_inverse(group[0])), _over_group(group[1])
-            for m, y in enumerate(x):
-                tile[m].append(_codes(y, inverse, offset, segment.bits) if segment.bits in QUANT_BITS else _high_half(y, 0))
+        first = segment.tile + 2 * pair
+        index = (pl.ds(first, 2), slice(None), j, slice(None)) if tiles == 2 else (first, *3 * (slice(None),))
+        columns = [[_load(k_ref.at[(m, slice(None), slice(None), *index, e)], (4, 3, 0, 1, 2, 5)) for m in range(TOKEN_TILES)]
+                   for e in range(2)]
         if segment.bits in QUANT_BITS:
-            for half_row, word in zip((0, segment.tiles), words):
-                _store_key_scales(word, out_ref, segment.scale_row, half_row + 2 * pair, j if tiles == 2 else None)
-        codes.append(tile)
+            groups = [_key_group(x, token, num_sinks, segment.bits) for x in columns]
+            scales.append([_high_half(low, 0) | _high_half(high, 16) for low, high in zip(*groups)])
+            encoded = [[_codes(y, _over_group(_inverse(scale)), _over_group(offset), segment.bits) for y in x]
+                       for x, (scale, offset) in zip(columns, groups)]
+        else:
+            encoded = [[_high_half(y, 0) for y in x] for x in columns]
+        codes.append(list(zip(*encoded)))
+    # Only now: the compiler moves no load across a store, and many loads must be on their way at once.
+    for j, words in enumerate(scales):
+        for half_row, word in zip((0, segment.tiles), words):
+            _store_key_scales(word, out_ref, segment.scale_row, half_row + 2 * pair, j if tiles == 2 else None)
     _pack(codes, segment.bits, pair, segment.tiles, segment.code_row, out_ref)
+
+
+def _key_group(x: list, token, num_sinks, bits: int):
+    """Scale and offset of a channel's tokens in the tiles x[m]; the first `num_sinks` tokens do not count."""
+    seen = [token >= num_sinks - TILE * m for m in range(TOKEN_TILES)]
+    low = _reduce(jnp.minimum, jnp.min, [jnp.where(s, y, jnp.inf) for s, y in zip(seen, x)])
+    high = _reduce(jnp.maximum, jnp.max, [jnp.where(s, y, -jnp.inf) for s, y in zip(seen, x)])
+    empty = low > high
+    return _scale_offset(jnp.where(empty, 0.0, low), jnp.where(empty, 0.0, high), bits)
 
 
 def _store_key_scales(word, out_ref, row: int, half_row, j: int | None) -> None:
@@ -199,13 +205,14 @@ def _close_values(layout: PageLayout, v_ref, out_ref) -> None:
 
     groups = {}
     if bits in QUANT_BITS:
-        for m in range(TOKEN_TILES):
-            for e in range(2):
-                x = [load(m, e, c) for c in range(tiles)]
-                scale, offset = _scale_offset(_reduce(jnp.minimum, jnp.min, x), _reduce(jnp.maximum, jnp.max, x), bits)
-                word = _high_half(scale, 0) | _high_half(offset, 16)
-                out_ref.at[rows["v_scales"] + m, :, :, :, e].transpose((0, 2, 1, 3))[...] = word
-                groups[m, e] = _inverse(scale), offset
+        for m, e in itertools.product(range(TOKEN_TILES), range(2)):
+            x = [load(m, e, c) for c in range(tiles)]
+            groups[m, e] = _scale_offset(_reduce(jnp.minimum, jnp.min, x), _reduce(jnp.maximum, jnp.max, x), bits)
+        # Only now: the compiler moves no load across a store, and many loads must be on their way at once.
+        for (m, e), (scale, offset) in groups.items():
+            word = _high_half(scale, 0) | _high_half(offset, 16)
+            out_ref.at[rows["v_scales"] + m, :, :, :, e].transpose((0, 2, 1, 3))[...] = word
+            groups[m, e] = _inverse(scale), offset
 
     def encode(m: int, e: int, c):
         if bits not in QUANT_BITS:
@@ -267,7 +274,7 @@ def _codes(x, inverse, offset, bits: int):
     return jnp.clip(jnp.round((x - offset) * inverse), 0, (1 << bits) - 1).astype(jnp.uint32)
 
 
-def _pack(codes: list[list[list[Any]]], bits: int, pair, tiles: int, row: int, out_ref) -> None:
+def _pack(codes: list[list[Any]], bits: int, pair, tiles: int, row: int, out_ref) -> None:
     """Writes the quads of one or two channel tiles.
 
     Args:
