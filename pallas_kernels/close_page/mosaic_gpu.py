@@ -62,7 +62,8 @@ def close_page(
       interpret: `plgpu.InterpretGPUParams()` to run on CPU.
 
     Returns:
-      uint32 [..., K, words].
+      uint32 [..., K, words], the bits that the jitted reference gives on the same platform. The offset of a group whose least
+      values are 0 and -0 is -0; XLA on CPU gives one or the other.
 
     Raises:
       NotImplementedError: what this kernel does not serve, by name.
@@ -266,6 +267,7 @@ def _round_outwards(x, away):
 
 
 def _inverse(scale):
+    """1 / scale, or 0 for scale 0. On a GPU it is the reciprocal that XLA's division of the reference is made of."""
     return jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1.0), 0.0)
 
 
