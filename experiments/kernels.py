@@ -31,7 +31,7 @@ SPECS: dict[str, dict[str, Any]] = {"paged_attention": ATTENTION_SPECS, "close_p
 DEFAULT_SPECS = {
     "paged_attention": ("qwen3_30b_32k", "qwen3_30b_32k_ragged", "qwen3_30b_b64_32k", "qwen3_30b_b64_32k_ragged",
                         "qwen3_30b_b1_128k", "qwen3_30b_b1_128k_ragged"),
-    "close_page": ("burst_k2v2",),
+    "close_page": ("qwen3_30b_b16_k2v2", "burst_k2v2"),
 }
 CPU_SPECS = {"paged_attention": ("smollm2_135m_512",), "close_page": ("one_slot_k2v2",)}
 DEFAULT_FORMATS = ("k2v2", "k3v3", "k4v4", "k16v16", "k2v2+16ch@4", "k2v2+16ch@8")

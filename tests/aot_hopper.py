@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels for an H200 on a machine without a GPU, at every point that is advertised.
 
   make aot          (every point; part of `make test`)
-  .venv-aot/bin/python -m tests.aot_hopper k2v2 k3v4        (points whose name contains one of these)
+  .venv-aot/bin/python -m tests.aot_hopper close_page k3v4  (points whose name contains one of these)
 
 A point that does not compile fails the run, and so does one that is refused. Needs an environment of its own
 (`requirements-aot.txt`): with the CUDA plugin installed, jax elsewhere complains that there is no GPU.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -49,7 +50,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return " ".join([self.kv_format().name, f"H={self.head_dim} G={self.group} T={self.num_queries}",
+        return " ".join(["paged_attention", self.kv_format().name, f"H={self.head_dim} G={self.group} T={self.num_queries}",
                          *(f"{k}={v}" for k, v in self.options)])
 
     def kv_format(self):
@@ -57,19 +58,53 @@ class Point:
 
         return KVFormat(layout="mma_sm90", **dict(self.fmt))
 
+    def lower(self, array):
+        """`array(shape, dtype)` makes an argument."""
+        return _lower_attention(self, array)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosePoint(Point):
+    """One advertised call of `close_page`."""
+
+    @property
+    def name(self) -> str:
+        return f"close_page {self.kv_format().name} H={self.head_dim}"
+
+    def lower(self, array):
+        return _lower_close_page(self, array)
+
 
 def points() -> list[Point]:
-    def fmt(k_bits, v_bits, **others):
-        return tuple({"k_bits": k_bits, "v_bits": v_bits, **others}.items())
+    return [*attention_points(), *close_page_points()]
 
-    out = [Point(fmt(k, v), head_dim) for head_dim, k, v in itertools.product(HEAD_DIMS, BITS, BITS)]
-    out += [Point(fmt(k, 2, outlier_channels=16, outlier_bits=bits), head_dim)
+
+def _fmt(k_bits: int, v_bits: int, **others) -> tuple[tuple[str, object], ...]:
+    return tuple({"k_bits": k_bits, "v_bits": v_bits, **others}.items())
+
+
+def attention_points() -> list[Point]:
+    out = [Point(_fmt(k, v), head_dim) for head_dim, k, v in itertools.product(HEAD_DIMS, BITS, BITS)]
+    out += [Point(_fmt(k, 2, outlier_channels=16, outlier_bits=bits), head_dim)
             for head_dim, k, bits in itertools.product(HEAD_DIMS, (2, 3), (4, 8, 16))]
-    out += [Point(fmt(4, 4), 128, group) for group in (1, 3, 7, 13, 16)]
+    out += [Point(_fmt(4, 4), 128, group) for group in (1, 3, 7, 13, 16)]
     everything = (("sliding_window", 4096), ("logit_softcap", 30.0), ("attention_sinks", True))
-    out += [Point(fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, everything)
+    out += [Point(_fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, everything)
             for head_dim, (k, v, sinks) in itertools.product(HEAD_DIMS, ((2, 2, 4), (3, 4, 70), (16, 16, 4)))]
     return out
+
+
+def close_page_points() -> list[Point]:
+    """Keys, promoted channels and values share no code: every kind of each, but not every combination of them.
+
+    Key planes are loops over channels, the same program for every head_dim; values are unrolled over them.
+    """
+    keys = [(k, 0, 16) for k in BITS]
+    keys += [(2, 16, 4), (3, 16, 8), (4, 16, 16), (8, 16, 16), (2, 32, 8), (3, 32, 4), (4, 32, 16), (8, 32, 16)]
+    few = [(2, 0, 16), (3, 16, 8), (16, 0, 16), (4, 32, 16), (16, 0, 16)]
+    cases = [(128, k, v) for k, v in zip(keys, itertools.cycle(BITS))]
+    cases += [(head_dim, k, v) for head_dim in (64, 256) for k, v in zip(few, BITS)]
+    return [ClosePoint(_fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim) for head_dim, (k, count, bits), v in cases]
 
 
 def compile_point(point: Point) -> tuple[str, float, str]:
@@ -84,18 +119,20 @@ def compile_point(point: Point) -> tuple[str, float, str]:
 
 def _compile(point: Point) -> None:
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from pallas_kernels.paged_attention import mosaic_gpu
-
     topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x1")
     replicated = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    point.lower(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)).compile()
 
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+def _lower_attention(point: Point, array):
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.paged_attention import mosaic_gpu
 
     batch, kv_heads, columns, fmt = 3, 2, 40, point.kv_format()
     heads = kv_heads * point.group
@@ -115,7 +152,18 @@ def _compile(point: Point) -> None:
     def step(*args, **arrays):
         return mosaic_gpu.paged_attention(*args, **{**options, **arrays}, kv_format=fmt, sm_scale=point.head_dim**-0.5)
 
-    jax.jit(step).lower(*args, **arrays).compile()
+    return jax.jit(step).lower(*args, **arrays)
+
+
+def _lower_close_page(point: Point, array):
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.close_page import mosaic_gpu
+
+    tokens = array((3, 2, 128, point.head_dim), jnp.bfloat16)
+    return jax.jit(functools.partial(mosaic_gpu.close_page, kv_format=point.kv_format())).lower(
+        tokens, tokens, num_sinks=array((3,), jnp.int32))
 
 
 def _use_packaged_assembler() -> None:

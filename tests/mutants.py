@@ -32,6 +32,8 @@ class Mutant:
 ATTENTION = "pallas_kernels/paged_attention/reference.py"
 PAGES = "pallas_kernels/close_page/reference.py"
 HOPPER = "pallas_kernels/paged_attention/mosaic_gpu.py"
+CLOSE = "pallas_kernels/close_page/mosaic_gpu.py"
+CLOSED = "tests/pallas_kernels/test_close_page_mosaic_gpu.py"
 ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mixed_lengths"
 
 MUTANTS = (
@@ -51,6 +53,13 @@ MUTANTS = (
            "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
     Mutant("Hopper: value offsets not rescaled", HOPPER, "z=state.z * alpha", "z=state.z",
            "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
+    Mutant("Hopper: sinks count for the ranges of later tiles", CLOSE, "num_sinks - TILE * m", "num_sinks", f"{CLOSED} -k sinks"),
+    Mutant("Hopper: offsets of key channels one half row late", CLOSE, "zip((0, segment.tiles), words)",
+           "zip((0, segment.tiles + 1), words)", f"{CLOSED} -k same_bits"),
+    Mutant("Hopper: scale towards zero", CLOSE, "_round_outwards(step, step > 0)", "_round_outwards(step, step < 0)",
+           f"{CLOSED} -k same_bits"),
+    Mutant("Hopper: padding of a page left as it was", CLOSE, "range(end // _ROW_WORDS,", "range(first // _ROW_WORDS,",
+           f"{CLOSED} -k same_bits"),
     Mutant("scale rounded down", "pallas_kernels/quantize.py", "/ steps, dtype, up=True", "/ steps, dtype, up=False",
            "tests/pallas_kernels/test_quantize.py"),
     Mutant("high bit of 3-bit codes one place low", "pallas_kernels/packing.py", ", 1) << 2)", ", 1) << 1)",

@@ -8,6 +8,16 @@ from pallas_kernels import dispatch
 from pallas_kernels.close_page import reference
 from pallas_kernels.kv_format import KVFormat
 
+
+def _mosaic_gpu(*args, **kwargs) -> jax.Array:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on {jax.default_backend()}")
+    from pallas_kernels.close_page import mosaic_gpu  # needs parts of jax that other platforms may lack
+
+    return mosaic_gpu.close_page(*args, **kwargs)
+
+
+dispatch.register("close_page", "mosaic_gpu", _mosaic_gpu)
 dispatch.register("close_page", "reference", reference.close_page)
 
 OPEN_DTYPES = ("bfloat16", "float32")
