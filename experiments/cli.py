@@ -26,7 +26,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import gin
 from absl import flags
@@ -61,9 +61,14 @@ def main(experiment: Callable[..., Work], *, positional: str | None = None, argv
     if any(a in ("-h", "--help", "-help", "--helpfull") for a in argv):
         print(f"{inspect.getdoc(experiment)}\n\nFlags:\n{flag_values.get_help()}")
         sys.exit(0)
+    run(lambda: build(experiment, parameters, flag_values, positional, argv))
+
+
+def run(prepare: Callable[[], tuple[Work, results.Output | None]]) -> NoReturn:
+    """Prepares and does work under the contract above and exits the process."""
     with buffered_log() as log:
         try:
-            work, output = build(experiment, parameters, flag_values, positional, argv)
+            work, output = prepare()
         except (ValueError, NotImplementedError, OSError, SyntaxError, flags.Error) as e:
             print(f"error: {one_line(e)}", file=sys.stderr)
             log.buffer.clear()
@@ -104,6 +109,21 @@ def build(experiment, parameters, flag_values, positional, argv) -> tuple[Work, 
     rest = flag_values([experiment.__name__, *argv])[1:]
     if rest and positional is None:
         raise ValueError(f"unexpected argument {rest[0]!r}: everything is a flag, see --help")
+    configure(experiment, parameters, flag_values, positional, rest)
+    check_bindings(experiment, parameters)
+    output = results.Output(flag_values.output_dir, experiment.__name__, argv) if flag_values.output_dir else None
+    work = gin.get_configurable(experiment.__name__)()
+    if output is not None:
+        output.write_config(gin.operative_config_str())
+    return work, output
+
+
+def configure(experiment, parameters, flag_values, positional=None, rest=()) -> None:
+    """Clears gin's configuration and binds what the parsed flags say: files, then bindings, then the experiment's own flags.
+
+    Raises:
+      ValueError, SyntaxError, OSError: something cannot be read or bound. Types are not checked here, see `check_bindings`.
+    """
     gin.enter_interactive_mode()  # the same experiment may be configured again in one process (tests)
     gin.clear_config()
     defaults = inspect.signature(experiment).parameters
@@ -121,12 +141,6 @@ def build(experiment, parameters, flag_values, positional, argv) -> tuple[Work, 
             value = [*(value or []), *rest] or None
         if value is not None:
             gin.bind_parameter(p.binding, parse_value(p, value))
-    check_bindings(experiment, parameters)
-    output = results.Output(flag_values.output_dir, experiment.__name__, argv) if flag_values.output_dir else None
-    work = gin.get_configurable(experiment.__name__)()
-    if output is not None:
-        output.write_config(gin.operative_config_str())
-    return work, output
 
 
 def register(*kinds: type) -> None:

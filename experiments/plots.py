@@ -5,7 +5,9 @@ import dataclasses
 import pathlib
 
 LABELS = {"effective_bits": "effective bits an element (codes, scales, offsets, promoted channels)",
-          "perplexity": "perplexity (teacher-forced through the cache)", "top1_agreement_pct": "top-1 agreement, %"}
+          "perplexity": "perplexity (teacher-forced through the cache)", "top1_agreement_pct": "top-1 agreement, %",
+          "perplexity_increase_pct": "increase of perplexity over the 16-bit cache, %",
+          "kl": "KL divergence from the 16-bit cache, nats a token"}
 
 
 @dataclasses.dataclass(frozen=True)

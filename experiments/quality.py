@@ -127,8 +127,8 @@ def quality(
     compilation_cache.enable()
     bench = Bench.of(checkpoint, tuple(text), context, windows)
     num_layers, head_dim = bench.model.config.num_layers, bench.model.config.head_dim
-    chosen = [Candidate(f.name, schedules.skip_layers(f, num_layers, first=skip_first_layers, last=skip_last_layers))
-              for f in formats or []]
+    skipping = [schedules.skip_layers(f, num_layers, first=skip_first_layers, last=skip_last_layers) for f in formats or []]
+    chosen = [Candidate(schedules.name(layers), layers) for layers in skipping]
     chosen += [Candidate(name, presets.get(name).formats(num_layers, head_dim)) for name in preset or []]
     chosen += [Candidate(path, schedules.load(path, num_layers)) for path in kv_schedule or []]
     chosen = list(dict.fromkeys(chosen))

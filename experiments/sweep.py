@@ -1,0 +1,203 @@
+"""Runs an experiment at every point of a grid, resumably, and reports all of them together.
+
+    python -m experiments.sweep --sweep=configs/sweeps/NAME.py --output_dir=DIR [--shard=i/n] [--experiment=NAME]
+    python -m experiments.sweep --output_dir=DIR --experiment=quality --param="k_bits=[4, 3, 2]" --param="sink_tokens=[0, 4]"
+    python -m experiments.sweep --output_dir=DIR --report_only
+
+A sweep file is Python. It defines `points()`, which returns a list of {gin binding: value} built with `experiments.grid`, and may
+set EXPERIMENT ("quality" otherwise), the name of an experiment in experiments/ or of a `cli.configurable` function of the file
+itself. Its docstring heads the report. Each --param is NAME=[ALTERNATIVE, ...], Python literals; several are crossed with each
+other and with the file's points. NAME is a gin binding or a flag of the experiment. Where the binding is itself a list, an
+alternative that is not one stands for a list of one: k_bits=[4, 3] is short for k_bits=[[4], [3]].
+
+--gin_file, --gin and the experiment's own flags hold for every point; a point's own bindings win over them.
+
+Every point is checked before any runs. All run in this process, one after another, so what an experiment keeps between calls (a
+model, reference scores) is loaded once. Each finished point is one line of DIR/points.jsonl; the same command again goes on after
+the last of them. A point that fails is recorded and stays failed until --retry_failed. The files that its contents come from
+(texts, checkpoints) are no part of a point's identity: after changing one, use another folder. With --shard=i/n several processes
+share the points and DIR; the last to finish writes the report of all: sweep.jsonl, sweep.csv, sweep.md, plots and report.html.
+
+The exit code is 1 when a point of the sweep has failed, 2 for bad input, 0 otherwise.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import gin
+from absl import flags
+from tqdm import tqdm
+
+from experiments import cli, grid, report, results, sweep_folder, sweep_points
+from experiments.sweep_folder import PointsFile, Shard
+from experiments.sweep_points import describe, text_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A checked sweep. `common` is the gin configuration that all points share, `points` maps id -> bindings."""
+
+    experiment: Callable[..., cli.Work]
+    common: str
+    points: dict[str, grid.Point]
+    title: str
+
+    def describe(self, shard: Shard, environments: list[dict]) -> dict:
+        """What the run file says; enough to write the report without the sweep file."""
+        title, _, notes = self.title.partition("\n")
+        return {"experiment": self.experiment.__name__, "title": title.rstrip("."), "notes": inspect.cleandoc(notes),
+                "about": inspect.getdoc(self.experiment) or "", "common": self.common, "ids": shard.deal(list(self.points)),
+                "environments": environments}
+
+
+def define_flags(values: flags.FlagValues) -> flags.FlagValues:
+    """Adds the flags of this module to the given ones."""
+    flags.DEFINE_string("sweep", None, "Python file that defines points()", flag_values=values)
+    flags.DEFINE_string("experiment", None, "experiment to run, 'quality' unless the sweep file says otherwise", flag_values=values)
+    flags.DEFINE_multi_string("param", [], "NAME=[ALTERNATIVE, ...] of one binding; repeat it to cross several", flag_values=values)
+    flags.DEFINE_string("shard", None, "i/n: run the i-th of n equal shares, i from 0", flag_values=values)
+    flags.DEFINE_boolean("retry_failed", False, "run failed points again", flag_values=values)
+    flags.DEFINE_boolean("report_only", False, "run nothing, report what --output_dir holds", flag_values=values)
+    flags.DEFINE_string("report_x", "effective_bits", "column on the horizontal axis, lower is better", flag_values=values)
+    flags.DEFINE_multi_string("report_y", list(report.METRICS), "metric(s) to plot against it; NAME:max where higher is better",
+                              flag_values=values)
+    return values
+
+
+def prepare(argv: list[str]) -> tuple[cli.Work, None]:
+    """Checks everything and returns the work. Raises what `cli.run` turns into exit code 2; nothing is written until then."""
+    first = define_flags(flags.FlagValues())
+    flags.DEFINE_string("output_dir", None, "", flag_values=first)
+    first(["sweep", *argv], known_only=True)
+    if not first.output_dir:
+        raise ValueError("--output_dir is required: the folder for points, tables and the report")
+    folder = pathlib.Path(first.output_dir)
+    metrics = [report.Metric.parse(text) for text in first.report_y]
+    write_report = lambda: report.write(folder, first.report_x, metrics)  # noqa: E731
+    if first.report_only:
+        if not sweep_folder.read(folder).runs:
+            raise ValueError(f"--output_dir={folder}: holds no sweep to report")
+        return lambda: summary(folder, 0, write_report()), None
+    shard = Shard.parse(first.shard)
+    source = sweep_points.load_file(first.sweep) if first.sweep else None
+    experiment = sweep_points.find_experiment(first.experiment, source)
+    parameters = cli.parameters_of(experiment)
+    values = define_flags(cli.define_flags(parameters))
+    rest = values(["sweep", *argv])[1:]
+    if rest:
+        raise ValueError(f"unexpected argument {rest[0]!r}: everything is a flag, see --help")
+    lists = [sweep_points.points_of(source, first.sweep)] if source else []
+    points = sweep_points.named(grid.prod(*lists, *map(sweep_points.parse_param, first.param)), experiment, parameters)
+    if source is None and not first.param:
+        raise ValueError("no points: give --sweep=FILE.py or --param='NAME=[ALTERNATIVE, ...]'")
+    if not points:
+        raise ValueError(f"--sweep={first.sweep}: points() returned none")
+    cli.configure(experiment, parameters, values)
+    common = gin.config_str(max_line_length=100_000)
+    sweep = Sweep(experiment, common, sweep_points.identified(experiment.__name__, common, points),
+                  ((source and source.__doc__) or f"Sweep of {experiment.__name__}").strip())
+    for point in sweep.points.values():
+        configure(sweep, point)
+    here = sweep.describe(shard, [])
+    for name, there in sweep_folder.read(folder).runs.items():
+        sweep_folder.check_same(folder, name, there, here)
+    output = results.Output(first.output_dir, "sweep", argv)
+    points_file = PointsFile(folder / shard.name("points", "jsonl"))
+    return lambda: run(sweep, shard, points_file, output, first.retry_failed, write_report), None
+
+
+def run(sweep: Sweep, shard: Shard, points_file: PointsFile, output: results.Output, retry_failed: bool,
+        write_report: Callable[[], dict]) -> dict:
+    """Runs what this shard still has to, and reports when no point of any shard is missing."""
+    folder = output.folder
+    before = sweep_folder.read(folder)
+    name = shard.name("run", "json")
+    environment = results.environment(output.command)
+    environments = [*before.runs.get(name, {}).get("environments", []), environment]
+    results.write_atomic(folder / name, json.dumps(sweep.describe(shard, environments), indent=1) + "\n")
+    mine = shard.deal(list(sweep.points))
+    done = {i for i, record in before.records.items() if record["status"] == "ok" or not retry_failed}
+    todo = [i for i in mine if i not in done]
+    with points_file, tqdm(total=len(mine), initial=len(mine) - len(todo), unit="point", file=sys.stderr, dynamic_ncols=True) as bar:
+        for i in todo:
+            bar.set_description(text_of(sweep.points[i]))
+            record = run_point(sweep, sweep.points[i])
+            points_file.append({"id": i, "experiment": sweep.experiment.__name__, "revision": environment["revision"], **record})
+            if record["status"] != "ok":
+                bar.write(f"failed: {text_of(sweep.points[i])}: {record['error']}", file=sys.stderr)
+            bar.update()
+    everywhere = sweep.points.keys() <= sweep_folder.read(folder).records.keys()
+    return summary(folder, len(todo), write_report() if everywhere else None)
+
+
+def summary(folder: pathlib.Path, ran: int, written: dict | None) -> dict:
+    """The result: counts of points over all shards, and where the report is (None: other shards are still to finish)."""
+    contents = sweep_folder.read(folder)
+    failed = contents.failed()
+    return {"output_dir": str(folder), "points_run": ran, "points_finished": len(contents.records), "points_failed": len(failed),
+            "points_missing": len(contents.missing()), **(written or {"report": None}), "exit_code": 1 if failed else 0}
+
+
+def run_point(sweep: Sweep, point: grid.Point) -> dict:
+    """Runs one point; what it raises is part of the record."""
+    start = time.perf_counter()
+    record: dict[str, Any] = {"point": describe(point), "utc": results.utc_now()}
+    try:
+        configure(sweep, point)
+        work = gin.get_configurable(sweep.experiment.__name__)()
+        refuse_without_effect(point, gin.operative_config_str())
+        with contextlib.redirect_stdout(sys.stderr):
+            result = {k: v for k, v in work().items() if not hasattr(v, "save")}  # without its plots
+        exit_code = result.pop("exit_code", 0)
+        result = json.loads(json.dumps(results.jsonable(result), allow_nan=False))
+        record |= {"status": "failed" if exit_code else "ok", "result": result}
+        record |= {"error": f"the experiment ended with {exit_code=}"} if exit_code else {}
+    except (ValueError, NotImplementedError) as e:
+        record |= {"status": "failed", "error": cli.one_line(e)}
+    except Exception as e:
+        record |= {"status": "failed", "error": f"{type(e).__name__}: {cli.one_line(e)}", "traceback": traceback.format_exc()}
+    return {**record, "seconds": time.perf_counter() - start}
+
+
+def configure(sweep: Sweep, point: grid.Point) -> None:
+    """Makes gin's configuration that of one point. Raises ValueError naming the point when it cannot be bound."""
+    gin.clear_config()
+    gin.parse_config(sweep.common)
+    try:
+        for name, value in point.items():
+            gin.bind_parameter(name, value)
+        cli.check_bindings(sweep.experiment, cli.parameters_of(sweep.experiment))
+    except ValueError as e:
+        raise ValueError(f"point {text_of(point) or 'without bindings'}: {cli.one_line(e)}") from None
+
+
+def refuse_without_effect(point: grid.Point, operative: str) -> None:
+    """Raises ValueError for a binding of something that the experiment never calls: its points would all measure the same."""
+    for name in point:
+        scoped = name.rpartition(".")[0]
+        scope, _, selector = scoped.rpartition("/")
+        used = f"# Parameters for {scope + '/' if scope else ''}{selector.rpartition('.')[2]}:"
+        if selector.rpartition(".")[2] != "macro" and used not in operative:
+            raise ValueError(f"{name} has no effect: the experiment does not use {scoped} here")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the sweep that the command line describes and exits the process."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if any(a in ("-h", "--help", "-help", "--helpfull") for a in argv):
+        print(f"{__doc__}\nFlags, beside those of the experiment:\n{define_flags(cli.define_flags([])).get_help()}")
+        sys.exit(0)
+    cli.run(lambda: prepare(argv))
+
+
+if __name__ == "__main__":
+    main()
