@@ -22,7 +22,7 @@ from experiments.decode import read_text
 from moejax import accounting, calibration, compilation_cache
 from moejax import checkpoint as checkpoints
 from moejax import kv_schedule as schedules
-from moejax.config import require_int
+from moejax.config import ModelConfig, require_int
 from moejax.engine import Engine
 from moejax.model import Transformer
 from moejax.sampling import SamplingParams
@@ -126,25 +126,33 @@ def quality(
         formats = pairs(k_bits, v_bits, options)
     compilation_cache.enable()
     bench = Bench.of(checkpoint, tuple(text), context, windows)
-    num_layers, head_dim = bench.model.config.num_layers, bench.model.config.head_dim
-    skipping = [schedules.skip_layers(f, num_layers, first=skip_first_layers, last=skip_last_layers) for f in formats or []]
-    chosen = [Candidate(schedules.name(layers), layers) for layers in skipping]
-    chosen += [Candidate(name, presets.get(name).formats(num_layers, head_dim)) for name in preset or []]
-    chosen += [Candidate(path, schedules.load(path, num_layers)) for path in kv_schedule or []]
-    chosen = list(dict.fromkeys(chosen))
-    if not chosen:
-        raise ValueError("no formats: give k_bits, formats, preset or kv_schedule")
-    for f in {f for c in chosen for f in c.formats}:
-        if context % f.page_size:
-            raise ValueError(f"{context=}: must be a multiple of page_size={f.page_size}")
-        f.check_head_dim(head_dim)
-    limit = bench.model.config.max_position_embeddings
+    config = bench.model.config
+    skipping = [schedules.skip_layers(f, config.num_layers, first=skip_first_layers, last=skip_last_layers) for f in formats or []]
+    chosen = candidates(config, context, skipping, preset or [], kv_schedule or [])
+    limit = config.max_position_embeddings
     if context + sample_tokens > limit:
         raise ValueError(f"{context=}: with {sample_tokens=} it exceeds the model's max_position_embeddings={limit}")
     if any(f.needs_calibration for c in chosen for f in c.formats) and len(bench.tail) < CALIBRATION_TOKENS // 2:
         raise ValueError(f"outlier_channels, k_rotation: need {CALIBRATION_TOKENS // 2} tokens of text after the scored windows to "
                          f"calibrate on, there are {len(bench.tail)}; lower windows={windows} or context={context}")
     return lambda: bench.work(chosen, sample_tokens)
+
+
+def candidates(
+    config: ModelConfig, context: int, formats: list[tuple[KVFormat, ...]], preset: list[str], kv_schedule: list[str],
+) -> list[Candidate]:
+    """Everything that is to be compared, without repeats. Raises ValueError where there is nothing or it does not fit the model."""
+    num_layers, head_dim = config.num_layers, config.head_dim
+    chosen = [Candidate(schedules.name(layers), layers) for layers in formats]
+    chosen += [Candidate(name, presets.get(name).formats(num_layers, head_dim)) for name in preset]
+    chosen += [Candidate(path, schedules.load(path, num_layers)) for path in kv_schedule]
+    if not chosen:
+        raise ValueError("no formats: give k_bits, formats, preset or kv_schedule")
+    for f in {f for c in chosen for f in c.formats}:
+        if context % f.page_size:
+            raise ValueError(f"{context=}: must be a multiple of page_size={f.page_size}")
+        f.check_head_dim(head_dim)
+    return list(dict.fromkeys(chosen))
 
 
 def pairs(k_bits: list[int], v_bits: list[int] | None, options: CacheOptions) -> list[KVFormat]:

@@ -86,20 +86,26 @@ class Scorer:
         """
         formats = kv_schedule.per_layer(formats, self.config.num_layers)
         check_window(tokens, formats[0].page_size)
-        positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-        cos, sin = rope.cos_sin(self.config, positions)
         x = self.embedding[jnp.asarray(tokens)][None].astype(self.dtype)
         chosen, errors = [], []
-        for layer, (graphdef, params) in enumerate(self.blocks):
-            heads = _project(graphdef, params, x)
+        for layer, kv_format in enumerate(formats):
             transform = KeyTransform() if transforms is None else transforms[layer]
-            out, error = _attend(
-                *heads, cos, sin, transform, kv_format=formats[layer], measure=measure_attention,
-                sliding_window=self.config.layers[layer].sliding_window)
-            x, topk_idx = _finish(graphdef, params, x, out)
+            x, topk_idx, error = self.layer(layer, x, kv_format, transform, measure_attention)
             chosen.append(None if topk_idx is None else np.asarray(topk_idx))
             errors.append(error)
-        return Pass(self.final_norm(x)[0], tuple(chosen), np.asarray(jnp.stack(errors)) if measure_attention else None)
+        return Pass(self.normed(x), tuple(chosen), np.asarray(jnp.stack(errors)) if measure_attention else None)
+
+    def layer(self, layer: int, x, kv_format: KVFormat, transform: KeyTransform, measure: bool = False):
+        """One block over a whole window: x [1, T, D] -> (x, chosen experts [T, X] or None, attention error or 0)."""
+        graphdef, params = self.blocks[layer]
+        cos, sin = rope.cos_sin(self.config, jnp.arange(x.shape[1], dtype=jnp.int32)[None])
+        out, error = _attend(*_project(graphdef, params, x), cos, sin, transform, kv_format=kv_format, measure=measure,
+                             sliding_window=self.config.layers[layer].sliding_window)
+        return *_finish(graphdef, params, x, out), error
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """What `compare` takes, [T, D], of the last block's output x [1, T, D]."""
+        return self.final_norm(x)[0]
 
     def collect(self, tokens: np.ndarray, function: Callable) -> list:
         """function(q [1, T, N, H], k [1, T, K, H]), after RoPE, of every layer of a pass with the 16-bit cache.

@@ -34,13 +34,22 @@ PAGES = "pallas_kernels/close_page/reference.py"
 HOPPER = "pallas_kernels/paged_attention/mosaic_gpu.py"
 CLOSE = "pallas_kernels/close_page/mosaic_gpu.py"
 CLOSED = "tests/pallas_kernels/test_close_page_mosaic_gpu.py"
+OPENED = "tests/pallas_kernels/test_close_page_reference.py"
 ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mixed_lengths"
 
 MUTANTS = (
-    Mutant("value scales used for keys", PAGES, 'plane.get("k_scales"), f.k_bits',
-           'plane["v_scales"][..., :layout.base_channels], f.k_bits', "tests/pallas_kernels/test_close_page_reference.py"),
-    Mutant("scale and offset swapped", PAGES, "scale[..., None, :], offset[..., None, :], f)",
-           "offset[..., None, :], scale[..., None, :], f)", "tests/pallas_kernels/test_close_page_reference.py"),
+    Mutant("value scales used for keys", PAGES, 'plane[f"{name}_scales"]', 'plane["v_scales"]', OPENED),
+    Mutant("scale and offset swapped", PAGES, "for s in scalars]", "for s in scalars[::-1]]", OPENED),
+    Mutant("sparse entries widen the range", PAGES, "kept.reshape(x.shape)", "ranged", f"{OPENED} -k sparse"),
+    Mutant("promoted channels left where they were packed", PAGES,
+           "back = jnp.argsort(_promoted_last(page.outlier_index, head_dim), axis=-1)",
+           "back = _promoted_last(page.outlier_index, head_dim)", f"{OPENED} -k widest"),
+    Mutant("queries turned like keys", "moejax/kv_cache.py", "transform, transform.q_matrix)",
+           "transform, transform.k_matrix)", "tests/moejax/test_kv_cache.py -k calibrated"),
+    Mutant("scoring sees the open page twice", "moejax/scoring.py", "s <= t, s < first)", "s <= t, s < first + Z)",
+           "tests/moejax/test_scoring.py -k decoding_sees"),
+    Mutant("statistics count the sinks", "moejax/calibration.py", "(positions >= sink_tokens)", "(positions >= 0)",
+           "tests/moejax/test_calibration.py"),
     Mutant("third bit of a code one place low", "pallas_kernels/mma_sm90.py", ", 1, count) << 2)", ", 1, count) << 1)",
            "tests/pallas_kernels/test_mma_sm90.py"),
     Mutant("Hopper: a split's maximum ignored in the merge", HOPPER, "jnp.exp2(split_m - new_m)", "jnp.exp2(split_m - split_m)",
@@ -60,7 +69,8 @@ MUTANTS = (
            f"{CLOSED} -k same_bits"),
     Mutant("Hopper: padding of a page left as it was", CLOSE, "range(end // _ROW_WORDS,", "range(first // _ROW_WORDS,",
            f"{CLOSED} -k same_bits"),
-    Mutant("scale rounded down", "pallas_kernels/quantize.py", "/ steps, dtype, up=True", "/ steps, dtype, up=False",
+    Mutant("scale rounded down", "pallas_kernels/quantize.py", "np.float32(1 / steps), g.scale_dtype, up=True",
+           "np.float32(1 / steps), g.scale_dtype, up=False",
            "tests/pallas_kernels/test_quantize.py"),
     Mutant("high bit of 3-bit codes one place low", "pallas_kernels/packing.py", ", 1) << 2)", ", 1) << 1)",
            "tests/pallas_kernels/test_packing.py"),

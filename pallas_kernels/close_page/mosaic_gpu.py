@@ -25,8 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kv_format import QUANT_BITS, KVFormat, PageLayout
+from pallas_kernels.kv_format import QUANT_BITS, KVFormat
 from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE, TOKEN_TILES, TOKENS, third_bit_position
+from pallas_kernels.page_layout import PageLayout
 
 HEAD_DIMS = (64, 128, 256)
 _ROW_WORDS = 16  # every plane of a page begins and ends at a multiple of this many words

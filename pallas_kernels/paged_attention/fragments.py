@@ -31,8 +31,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 from pallas_kernels import mma_sm90
-from pallas_kernels.kv_format import QUANT_BITS, KVFormat, PageLayout
+from pallas_kernels.kv_format import QUANT_BITS, KVFormat
 from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE, TOKEN_TILES
+from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.quantize import bits_to_float32
 
 WARPS = 4

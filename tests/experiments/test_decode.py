@@ -14,7 +14,7 @@ def test_report(checkpoint, run):
     done = run(decode, *flags(checkpoint, "--k_bits=3", "--v_bits=2", "--repeats=2"))
     assert done.code == 0, done.err
     r = done.result
-    assert r["kv_format"] == "k3v2" and r["implementation"] == "reference" and r["generated_tokens"] == 12
+    assert r["kv_format"] == "k3v2+page32" and r["implementation"] == "reference" and r["generated_tokens"] == 12
     assert len(r["completions"]) == 2 and all(r["completions"])
     assert r["ttft_cold_ms"] > max(r["ttft_ms"])  # the first call compiles, the second does not
     assert r["compilations"] <= 4 and r["tpot_ms_p99"] >= r["tpot_ms_p50"] > 0

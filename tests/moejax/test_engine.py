@@ -139,7 +139,7 @@ def test_a_request_larger_than_the_pool_is_refused():
 
 @pytest.mark.parametrize("kwargs, words", [
     ({"max_batch": 0}, "max_batch=0"), ({"max_len": 0}, "max_len=0"), ({"num_pages": -1}, "num_pages=-1"),
-    ({"steps_per_segment": 0}, "steps_per_segment=0"), ({"calibration_tokens": None}, "outlier_channels=8.*calibration_tokens"),
+    ({"steps_per_segment": 0}, "steps_per_segment=0"), ({"calibration_tokens": None}, "8ch@8.*calibration_tokens"),
     ({"calibration_tokens": [3]}, r"len\(calibration_tokens\)=1"),
     ({"kv_format": KVFormat(k_bits=2, outlier_channels=16)}, "outlier_channels=16.*head_dim=16"),
 ])
