@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from experiments import cli
-from moejax import accounting, compilation_cache
+from moejax import accounting, compilation_cache, kv_presets
 from moejax import checkpoint as checkpoints
 from moejax import kv_schedule as schedules
 from moejax.config import require_int
@@ -28,6 +28,7 @@ def decode(
     prompt_tokens: int | None = None,
     sampling: SamplingParams = SamplingParams(),
     kv_format: KVFormat = KVFormat(),
+    preset: str | None = None,
     kv_schedule: str | None = None,
     num_samples: int = 1,
     max_batch: int = 8,
@@ -49,6 +50,7 @@ def decode(
       prompt_tokens: cut each prompt to its first so many tokens.
       sampling: max_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos.
       kv_format: the cache's format.
+      preset: a named format, in place of kv_format (`moejax.kv_presets`).
       kv_schedule: a JSON file with a format for each layer, in place of kv_format (`experiments.search_bits` writes such files).
       num_samples: completions a prompt; they share the prompt's pages.
       max_batch, max_len, num_pages, steps_per_segment: of the engine.
@@ -65,7 +67,13 @@ def decode(
     texts = [read_text(prompt_file)] if prompt_file is not None else prompt
     prompts = [tokenizer.encode(text)[:prompt_tokens] for text in texts]
     num_layers = model.config.num_layers
-    formats = schedules.per_layer(kv_format, num_layers) if kv_schedule is None else schedules.load(kv_schedule, num_layers)
+    if preset is not None and kv_schedule is not None:
+        raise ValueError(f"{preset=}, {kv_schedule=}: give one of them")
+    formats = schedules.per_layer(kv_format, num_layers)
+    if preset is not None:
+        formats = kv_presets.get(preset).formats(num_layers, model.config.head_dim)
+    if kv_schedule is not None:
+        formats = schedules.load(kv_schedule, num_layers)
     calibrated = any(f.needs_calibration for f in formats)
     calibration = tokenizer.encode(read_text(calibration_file)[:16384]) if calibrated else None
     engine = Engine(model, tokenizer, kv_format=formats, max_batch=max_batch, max_len=max_len, num_pages=num_pages,

@@ -36,7 +36,7 @@ def needle(
     text: str = "data/heldout_austen.txt",
     k_bits: list[int] = [4, 2],  # noqa: B006 (never changed)
     v_bits: list[int] | None = None,
-    options: CacheOptions = CacheOptions(),
+    options: CacheOptions = CacheOptions(),  # noqa: B008 (immutable)
     preset: list[str] | None = None,
     kv_schedule: list[str] | None = None,
     context: list[int] = [2048],  # noqa: B006

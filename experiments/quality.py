@@ -17,10 +17,11 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from experiments import cli, metrics, plots, presets, results
+from experiments import cli, metrics, plots, results
 from experiments.decode import read_text
 from moejax import accounting, calibration, compilation_cache
 from moejax import checkpoint as checkpoints
+from moejax import kv_presets as presets
 from moejax import kv_schedule as schedules
 from moejax.config import ModelConfig, require_int
 from moejax.engine import Engine
@@ -111,7 +112,7 @@ def quality(
       k_bits, v_bits: one format a pair; v_bits None means as k_bits.
       options: the fields that all of these formats share (--page_size, --sink_tokens, --outlier_channels, ...).
       formats: whole formats, in place of the pairs (gin only).
-      preset: named formats (`experiments.presets`), in place of the pairs.
+      preset: named formats (`moejax.kv_presets`), in place of the pairs.
       kv_schedule: JSON files with a format a layer (`moejax.kv_schedule`), in place of the pairs.
       skip_first_layers, skip_last_layers: layers whose cache stays at 16 bits; of pairs and formats.
       context: tokens a window, scored from an empty cache; a multiple of the page size.

@@ -210,13 +210,13 @@ class Pareto:
         for row in group:
             low, high = number(row, f"{name}_low"), number(row, f"{name}_high")
             bounded = low is not None and high is not None
-            below.append(max(0.0, row[name] - low) if bounded else 0.0)  # type: ignore[operator]
-            above.append(max(0.0, high - row[name]) if bounded else 0.0)  # type: ignore[operator]
+            below.append(max(0.0, row[name] - low) if bounded else 0.0)
+            above.append(max(0.0, high - row[name]) if bounded else 0.0)
         return [below, above]
 
 
 def set_scale(axes, values: list[float]) -> None:
-    """A logarithmic vertical axis when the values span more than LOG_SPAN; one that is linear around 0 when some are not positive."""
+    """A logarithmic vertical axis when values span more than LOG_SPAN, linear around 0 when some are not positive."""
     sizes = [abs(v) for v in values if v]
     if not sizes or max(sizes) <= LOG_SPAN * min(sizes):
         return

@@ -20,8 +20,8 @@ th { background: #eee; text-align: left } td:first-child { text-align: left } tr
 tr.pareto { background: #e6f4e6; font-weight: 600 } pre { background: #f5f5f5; padding: .7em; white-space: pre-wrap }
 dt { font-weight: 600 } .failed { color: #a00 }
 """
-PARETO_NOTE = ("A point is Pareto-optimal when no other point measured on the same checkpoint, texts and context has at most its {x} "
-               "and is at least as good in the metric, one of the two strictly.")
+PARETO_NOTE = ("A point is Pareto-optimal when no other point measured on the same checkpoint, texts and context has at most its "
+               "{x} and is at least as good in the metric, one of the two strictly.")
 
 
 def page(contents: Contents, rows: list[Row], columns: list[str], pictures: dict[Metric, pathlib.Path], x: str,
@@ -72,7 +72,8 @@ def state(contents: Contents, rows: list[Row]) -> str:
 
 def notes(run: dict, x: str, absent: list[str]) -> str:
     out = [f"<p>{text(part)}</p>" for part in run["notes"].split("\n\n") if part]
-    out += ["<h2>What was measured</h2>", f"<p>Experiment <code>{text(run['experiment'])}</code>:</p><pre>{text(run['about'])}</pre>"]
+    out.append("<h2>What was measured</h2>"
+               f"<p>Experiment <code>{text(run['experiment'])}</code>:</p><pre>{text(run['about'])}</pre>")
     out.append(f"<p>{text(PARETO_NOTE.format(x=x))} Error bars and the columns <code>_low</code> and <code>_high</code> are the "
                "bounds that the experiment gives.</p>")
     out += [f"<p class=failed>No row has both {text(x)} and {text(name)}: not plotted.</p>" for name in absent]
@@ -85,8 +86,9 @@ def definitions(values: dict[str, object]) -> str:
 
 def table(rows: list[Row], columns: list[str]) -> str:
     head = "".join(f"<th>{text(key)}</th>" for key in columns)
-    body = "\n".join(f"<tr{' class=pareto' if row['pareto'] else ''}>" + "".join(f"<td>{text(row.get(key))}</td>" for key in columns)
-                     + "</tr>" for row in rows)
+    body = "\n".join(
+        f"<tr{' class=pareto' if row['pareto'] else ''}>" + "".join(f"<td>{text(row.get(key))}</td>" for key in columns) + "</tr>"
+        for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
@@ -97,7 +99,9 @@ def failures(contents: Contents) -> str:
     items = []
     for record in failed:
         point = ", ".join(f"{name} = {value!r}" for name, value in record["point"].items()) or "without bindings"
-        trace = f"<details><summary>traceback</summary><pre>{text(record['traceback'])}</pre></details>" if "traceback" in record else ""
+        trace = ""
+        if "traceback" in record:
+            trace = f"<details><summary>traceback</summary><pre>{text(record['traceback'])}</pre></details>"
         items.append(f"<li><code>{text(point)}</code>: {text(record['error'])}{trace}</li>")
     return f'<h2 class="failed">Failed points</h2><ul>{"".join(items)}</ul>'
 
@@ -107,8 +111,9 @@ def provenance(contents: Contents) -> str:
     run = next(iter(contents.runs.values()))
     environments = [env for each in contents.runs.values() for env in each["environments"]]
     commands = "\n".join(dict.fromkeys(env["command"] for env in environments))
-    out = [f"<h2>Commands</h2><pre>{text(commands)}</pre>",
-           f"<h2>Bindings of all points</h2><pre>{text(chr(10).join(bindings(run['common'])) or 'none')}</pre>", "<h2>Environment</h2>"]
+    common = "\n".join(bindings(run["common"])) or "none"
+    out = [f"<h2>Commands</h2><pre>{text(commands)}</pre>", f"<h2>Bindings of all points</h2><pre>{text(common)}</pre>",
+           "<h2>Environment</h2>"]
     for name, each in contents.runs.items():
         for env in each["environments"]:
             out.append(f"<h3>{text(name)}, {text(env['utc'])}</h3>{definitions(env)}")

@@ -37,7 +37,7 @@ def search_bits(
     k_bits: list[int] = [2, 3, 4],  # noqa: B006 (never changed)
     v_bits: list[int] = [2, 3, 4],  # noqa: B006
     outlier_channels: list[int] = [0],  # noqa: B006
-    options: CacheOptions = CacheOptions(sink_tokens=4, v_rotation="hadamard", outlier_bits=4),
+    options: CacheOptions = CacheOptions(),  # noqa: B008 (immutable)
     context: int = 512,
     windows: int = 2,
     check_windows: int = 4,

@@ -127,7 +127,8 @@ def run(sweep: Sweep, shard: Shard, points_file: PointsFile, output: results.Out
     mine = shard.deal(list(sweep.points))
     done = {i for i, record in before.records.items() if record["status"] == "ok" or not retry_failed}
     todo = [i for i in mine if i not in done]
-    with points_file, tqdm(total=len(mine), initial=len(mine) - len(todo), unit="point", file=sys.stderr, dynamic_ncols=True) as bar:
+    bar = tqdm(total=len(mine), initial=len(mine) - len(todo), unit="point", file=sys.stderr, dynamic_ncols=True)
+    with points_file, bar:
         for i in todo:
             bar.set_description(text_of(sweep.points[i]))
             record = run_point(sweep, sweep.points[i])

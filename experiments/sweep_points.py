@@ -76,13 +76,14 @@ def find_experiment(flag: str | None, source: types.ModuleType | None) -> Callab
     files = pathlib.Path(__file__).parent.glob("*.py")
     accepted = sorted(path.stem for path in files if "\n@cli.configurable\n" in path.read_text())
     if name not in accepted:
-        raise ValueError(f"experiment={name}: must be one of {', '.join(accepted)}, or a cli.configurable function of the sweep file")
+        raise ValueError(
+            f"experiment={name}: must be one of {', '.join(accepted)}, or a cli.configurable function of the sweep file")
     return getattr(importlib.import_module(f"experiments.{name}"), name)
 
 
 def parse_param(text: str) -> list[grid.Point]:
     """The points of one --param."""
-    name, equals, alternatives = (part.strip() for part in text.partition("="))
+    name, _, alternatives = (part.strip() for part in text.partition("="))
     try:
         values = ast.literal_eval(alternatives)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -100,8 +101,9 @@ def named(points: list[grid.Point], experiment: Callable, parameters: list[cli.P
 
     def full(name: str) -> str:
         if "." not in name and name not in by_flag:
-            raise ValueError(f"{name}: is no parameter of {experiment.__name__}; accepted are {', '.join(by_flag)}, or a gin binding "
-                             f"such as {experiment.__name__}.{next(iter(by_flag.values()), 'x').rpartition('.')[2]}")
+            example = f"{experiment.__name__}.{next(iter(by_flag.values()), 'x').rpartition('.')[2]}"
+            raise ValueError(f"{name}: is no parameter of {experiment.__name__}; accepted are {', '.join(by_flag)}, or a gin "
+                             f"binding such as {example}")
         return by_flag.get(name, name)
 
     def typed(name: str, value):
@@ -129,7 +131,8 @@ def describe(value):
         return {k: describe(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {type(value).__name__: describe({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})}
-    raise ValueError(f"a point binds {value!r}: values must be finite numbers, texts, booleans, None, dataclasses, or lists of them")
+    raise ValueError(
+        f"a point binds {value!r}: values must be finite numbers, texts, booleans, None, dataclasses, or lists of them")
 
 
 def text_of(point: grid.Point) -> str:

@@ -1,6 +1,6 @@
 """KV cache formats: published methods, ours, and one axis of the space at a time.
 
-Every published method is a preset (see experiments/presets.py for what each shares with its paper). The other points are the grid
+Every published method is a preset (see moejax/kv_presets.py for what each shares with its paper). The other points are the grid
 of key and value bits, the number of promoted key channels with and without the calibrated rotation, and single changes around 2-bit
 keys and values with 16 channels at 4 bits, 4 sink tokens and rotated values. Scored with the cache as decoding writes it, against
 the 16-bit cache on the same windows; intervals are 95 % bootstrap intervals over blocks of 64 tokens.
@@ -9,7 +9,7 @@ Expected: about 40 minutes on 2 quiet cores with --checkpoint=data/raw/SmolLM2-1
 --sample_tokens=0 (`make data` fetches the weights, which are quantised to 4 bits).
 """
 from experiments.grid import chain, param, prod
-from experiments.presets import PRESETS
+from moejax.kv_presets import PRESETS
 
 OPTION = "CacheOptions."
 

@@ -1,5 +1,7 @@
 """Published methods as points of `KVFormat`, what each of them shares with its paper and what not, and our own points.
 
+    engine = Engine(model, tokenizer, kv_format=kv_presets.get("moejax-2.5").formats(num_layers, head_dim), ...)
+
 A preset imitates: it is the point of this space that lies nearest to the method, evaluated in this project's paged cache. Numbers
 measured with a preset are not the paper's numbers. All of them keep the open page of up to 128 tokens unquantised.
 """

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import presets
+from moejax import kv_presets as presets
 from moejax.kv_cache import KeyTransform, hadamard, stored_keys
 from pallas_kernels import KVFormat, fake_quantize
 from tests.pallas_kernels.close_page_cases import FAST_COMPILE
