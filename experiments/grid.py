@@ -2,7 +2,8 @@
 
     prod(param("quality.k_bits", [4, 3, 2]), chain(param("CacheOptions.sink_tokens", [0, 4]), [{"quality.context": 512}]))
 
-Everything is pure: lists come in, a new list goes out, in an order that depends on the arguments alone, without duplicates.
+Everything is pure: lists come in, a new list goes out, in an order that depends on the arguments alone. Duplicates are dropped,
+the first stays; `param` alone keeps them, as `zipped` pairs by place.
 """
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def param(name: str, values: Iterable[Any]) -> list[Point]:
         raise ValueError(f"param {name=}: must be the name of a gin binding, such as 'quality.k_bits'")
     if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
         raise ValueError(f"param {name}: values={values!r} must be a list of alternatives")
-    points = _unique({name: value} for value in values)
+    points = [{name: value} for value in values]
     if not points:
         raise ValueError(f"param {name}: values must hold at least one alternative")
     return points

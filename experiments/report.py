@@ -13,18 +13,16 @@ import math
 import os
 import pathlib
 import tempfile
-from typing import Any
 
-from experiments import plots, report_html, results, sweep_folder
+from experiments import plots, report_html, results, sweep_folder, sweep_points
+from experiments.report_html import Row, cell
 
 METRICS = ("perplexity_increase_pct", "kl")
-HIGHER_IS_BETTER = ("top1_agreement_pct", "top1_agreement")
+HIGHER_IS_BETTER = ("top1_agreement_pct",)
 # Rows that differ in these were not measured on the same thing: they are never compared with each other.
 SERIES = ("result.checkpoint", "result.texts", "result.text", "result.context_tokens")
 LOG_SPAN = 30.0
 MAX_LABELS = 40
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,8 @@ def write(folder: pathlib.Path, x: str, metrics: list[Metric]) -> dict:
       What the sweep's result says of it: rows, the report's path, and metrics that no row has.
     """
     contents = sweep_folder.read(folder)
-    rows = sorted((row for record in contents.records.values() for row in rows_of(record)),
+    names = sweep_points.varying([record["point"] for record in contents.records.values()])
+    rows = sorted((row for record in contents.records.values() for row in rows_of(record, names)),
                   key=lambda row: [number(row, key) if number(row, key) is not None else math.inf for key in (x, metrics[0].name)])
     shown = [m for m in metrics if any(number(row, x) is not None and number(row, m.name) is not None for row in rows)]
     for row in rows:
@@ -60,9 +59,9 @@ def write(folder: pathlib.Path, x: str, metrics: list[Metric]) -> dict:
             row["pareto"].append(metric.name)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as temporary:  # two shards may finish together
         new = pathlib.Path(temporary)
-        pictures = {m: new / Pareto(rows, x, m).save(new) for m in shown}
+        pictures = {m.name: new / Pareto(rows, x, m).save(new) for m in shown}
         (new / "sweep.jsonl").write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-        (new / "sweep.csv").write_text(to_csv(rows))
+        (new / "sweep.csv").write_text(to_csv(rows, columns(rows, x, shown)))
         (new / "sweep.md").write_text(to_markdown(rows, x, shown))
         absent = [m.name for m in metrics if m not in shown]
         (new / "report.html").write_text(report_html.page(contents, rows, columns(rows, x, shown), pictures, x, absent))
@@ -71,8 +70,8 @@ def write(folder: pathlib.Path, x: str, metrics: list[Metric]) -> dict:
     return {"rows": len(rows), "metrics_absent": absent, "report": str(folder / "report.html")}
 
 
-def rows_of(record: dict) -> list[Row]:
-    """The flat rows of a finished point; none of a failed one."""
+def rows_of(record: dict, names: set[str]) -> list[Row]:
+    """The flat rows of a finished point, none of a failed one. The bindings in `names` label rows that have no label."""
     if record["status"] != "ok":
         return []
     result = dict(record["result"])
@@ -81,8 +80,10 @@ def rows_of(record: dict) -> list[Row]:
         del result["rows"]
     else:
         rows, result = [result], {}
-    shared = flatten({"point": record["point"], "result": result, "seconds": record["seconds"], "id": record["id"]})
-    return [{"label": label(row, record["point"]), **flatten(row), **shared} for row in rows]
+    shared = flatten({"point": record["point"], "result": result, "seconds": record["seconds"],
+                      "revision": record["revision"], "id": record["id"]})
+    point = {name: value for name, value in record["point"].items() if name in names}
+    return [{"label": label(row, point), **flatten(row), **shared} for row in rows]
 
 
 def label(row: Row, point: dict) -> str:
@@ -136,22 +137,12 @@ def columns(rows: list[Row], x: str, metrics: list[Metric]) -> list[str]:
     there = list(dict.fromkeys(key for row in rows for key in row))
     first = ["label", x, *(m.name + end for m in metrics for end in ("", "_low", "_high")), "pareto"]
     first += [key for key in there if key.startswith("point.")]
-    last = [key for key in there if key.startswith("result.") or key in ("seconds", "id")]
+    last = [key for key in there if key.startswith("result.") or key in ("seconds", "revision", "id")]
     return list(dict.fromkeys([*(key for key in first if key in there), *(key for key in there if key not in last), *last]))
 
 
-def cell(value: Any) -> str:
-    """A value as text: lists of texts joined, other structures as JSON, absent ones empty."""
-    if isinstance(value, list) and all(isinstance(v, str) for v in value):
-        return " ".join(value)
-    if isinstance(value, (list, dict)):
-        return json.dumps(value)
-    return "" if value is None else str(value)
-
-
-def to_csv(rows: list[Row]) -> str:
+def to_csv(rows: list[Row], names: list[str]) -> str:
     text = io.StringIO()
-    names = list(dict.fromkeys(key for row in rows for key in row))
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     writer.writerows([cell(row.get(name)) for name in names] for row in rows)
@@ -184,13 +175,13 @@ class Pareto:
         groups = series(self.rows, self.x, self.metric)
         optimal = pareto(self.rows, self.x, self.metric)
         drawn = [row for group in groups.values() for row in group]
-        for number_, (name, group) in enumerate(groups.items()):
-            color = f"C{number_ % 10}"
-            xs, ys = ([row[key] for row in group] for key in (self.x, self.metric.name))
-            axes.errorbar(xs, ys, yerr=self.errors(group), fmt="o", color=color, capsize=3, alpha=0.7, label=name or None)
+        for i, (name, group) in enumerate(groups.items()):
+            color = f"C{i % 10}"
+            axes.plot(*self.coordinates(group), "o", color=color, alpha=0.7, label=name or None)
+            bounded = [row for row in group if None not in self.bounds(row)]
+            axes.errorbar(*self.coordinates(bounded), yerr=self.errors(bounded), fmt="none", color=color, capsize=3, alpha=0.7)
             front = [row for row in optimal if any(row is other for other in group)]
-            axes.plot([row[self.x] for row in front], [row[self.metric.name] for row in front], "-", color=color,
-                      drawstyle="steps-post", label=f"Pareto frontier {name}".strip())
+            axes.plot(*self.coordinates(front), "-", color=color, drawstyle="steps-post", label=f"Pareto frontier {name}".strip())
         for row in drawn if len(drawn) <= MAX_LABELS else optimal:
             axes.annotate(row["label"], (row[self.x], row[self.metric.name]), textcoords="offset points", xytext=(5, 5), fontsize=7)
         set_scale(axes, [row[self.metric.name] for row in drawn])
@@ -203,20 +194,20 @@ class Pareto:
         pyplot.close(figure)
         return name
 
-    def errors(self, group: list[Row]) -> list[list[float]]:
-        """Lengths of the error bars below and above each point, 0 without bounds."""
-        name = self.metric.name
-        below, above = [], []
-        for row in group:
-            low, high = number(row, f"{name}_low"), number(row, f"{name}_high")
-            bounded = low is not None and high is not None
-            below.append(max(0.0, row[name] - low) if bounded else 0.0)
-            above.append(max(0.0, high - row[name]) if bounded else 0.0)
-        return [below, above]
+    def coordinates(self, group: list[Row]) -> tuple[list[float], list[float]]:
+        return [row[self.x] for row in group], [row[self.metric.name] for row in group]
+
+    def bounds(self, row: Row) -> tuple[float | None, float | None]:
+        return number(row, f"{self.metric.name}_low"), number(row, f"{self.metric.name}_high")
+
+    def errors(self, group: list[Row]) -> tuple[list[float], list[float]]:
+        """Lengths of the error bars below and above each point of rows that have bounds."""
+        ends = [(row[self.metric.name], *self.bounds(row)) for row in group]
+        return [max(0.0, y - low) for y, low, _ in ends], [max(0.0, high - y) for y, _, high in ends]
 
 
 def set_scale(axes, values: list[float]) -> None:
-    """A logarithmic vertical axis when values span more than LOG_SPAN, linear around 0 when some are not positive."""
+    """A logarithmic vertical axis when the values span more than LOG_SPAN, linear around 0 when some are not positive."""
     sizes = [abs(v) for v in values if v]
     if not sizes or max(sizes) <= LOG_SPAN * min(sizes):
         return

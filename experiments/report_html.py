@@ -3,15 +3,14 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 import pathlib
-from typing import TYPE_CHECKING
+from typing import Any
 
 from experiments import plots, results
 from experiments.sweep_folder import Contents, bindings
 
-if TYPE_CHECKING:
-    from experiments.report import Metric, Row
-
+Row = dict[str, Any]
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222 }
 .wide { overflow-x: auto } img { max-width: 100% } h2 { margin-top: 1.6em }
@@ -20,11 +19,11 @@ th { background: #eee; text-align: left } td:first-child { text-align: left } tr
 tr.pareto { background: #e6f4e6; font-weight: 600 } pre { background: #f5f5f5; padding: .7em; white-space: pre-wrap }
 dt { font-weight: 600 } .failed { color: #a00 }
 """
-PARETO_NOTE = ("A point is Pareto-optimal when no other point measured on the same checkpoint, texts and context has at most its "
+PARETO_NOTE = ("A point is Pareto-optimal when no other one measured on the same checkpoint, texts and context has at most its "
                "{x} and is at least as good in the metric, one of the two strictly.")
 
 
-def page(contents: Contents, rows: list[Row], columns: list[str], pictures: dict[Metric, pathlib.Path], x: str,
+def page(contents: Contents, rows: list[Row], columns: list[str], pictures: dict[str, pathlib.Path], x: str,
          absent: list[str]) -> str:
     """The whole page.
 
@@ -42,7 +41,7 @@ def page(contents: Contents, rows: list[Row], columns: list[str], pictures: dict
     parts += ["<h2>Measured on</h2>", definitions(constant)] if constant else []
     for metric, path in pictures.items():
         data = base64.b64encode(path.read_bytes()).decode()
-        name = text(plots.LABELS.get(metric.name, metric.name))
+        name = text(plots.LABELS.get(metric, metric))
         parts.append(f'<h2>{name}</h2><img alt="{name} against {text(x)}" src="data:image/png;base64,{data}">')
     parts += [f"<h2>All {len(rows)} rows</h2>", f"<p>Sorted by {text(x)}. Highlighted: Pareto-optimal for the metrics under "
               "“pareto”.</p>", table(rows, shown), failures(contents), provenance(contents)]
@@ -50,10 +49,17 @@ def page(contents: Contents, rows: list[Row], columns: list[str], pictures: dict
             f"<style>{STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n")
 
 
+def cell(value: Any) -> str:
+    """A value as text: lists of texts joined, other structures as JSON, absent ones empty."""
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return " ".join(value)
+    if isinstance(value, (list, dict)):
+        return json.dumps(value)
+    return "" if value is None else str(value)
+
+
 def text(value) -> str:
     """A value, escaped; floats to five digits."""
-    from experiments.report import cell
-
     return html.escape(f"{value:.5g}" if isinstance(value, float) else cell(value))
 
 
@@ -72,8 +78,8 @@ def state(contents: Contents, rows: list[Row]) -> str:
 
 def notes(run: dict, x: str, absent: list[str]) -> str:
     out = [f"<p>{text(part)}</p>" for part in run["notes"].split("\n\n") if part]
-    out.append("<h2>What was measured</h2>"
-               f"<p>Experiment <code>{text(run['experiment'])}</code>:</p><pre>{text(run['about'])}</pre>")
+    out.append(f"<h2>What was measured</h2><p>Experiment <code>{text(run['experiment'])}</code>:</p>")
+    out.append(f"<pre>{text(run['about'])}</pre>")
     out.append(f"<p>{text(PARETO_NOTE.format(x=x))} Error bars and the columns <code>_low</code> and <code>_high</code> are the "
                "bounds that the experiment gives.</p>")
     out += [f"<p class=failed>No row has both {text(x)} and {text(name)}: not plotted.</p>" for name in absent]
@@ -86,9 +92,8 @@ def definitions(values: dict[str, object]) -> str:
 
 def table(rows: list[Row], columns: list[str]) -> str:
     head = "".join(f"<th>{text(key)}</th>" for key in columns)
-    body = "\n".join(
-        f"<tr{' class=pareto' if row['pareto'] else ''}>" + "".join(f"<td>{text(row.get(key))}</td>" for key in columns) + "</tr>"
-        for row in rows)
+    cells = ["".join(f"<td>{text(row.get(key))}</td>" for key in columns) for row in rows]
+    body = "\n".join(f"<tr{' class=pareto' if row['pareto'] else ''}>{line}</tr>" for row, line in zip(rows, cells))
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
@@ -99,9 +104,8 @@ def failures(contents: Contents) -> str:
     items = []
     for record in failed:
         point = ", ".join(f"{name} = {value!r}" for name, value in record["point"].items()) or "without bindings"
-        trace = ""
-        if "traceback" in record:
-            trace = f"<details><summary>traceback</summary><pre>{text(record['traceback'])}</pre></details>"
+        trace = text(record.get("traceback"))
+        trace = trace and f"<details><summary>traceback</summary><pre>{trace}</pre></details>"
         items.append(f"<li><code>{text(point)}</code>: {text(record['error'])}{trace}</li>")
     return f'<h2 class="failed">Failed points</h2><ul>{"".join(items)}</ul>'
 
@@ -112,7 +116,7 @@ def provenance(contents: Contents) -> str:
     environments = [env for each in contents.runs.values() for env in each["environments"]]
     commands = "\n".join(dict.fromkeys(env["command"] for env in environments))
     common = "\n".join(bindings(run["common"])) or "none"
-    out = [f"<h2>Commands</h2><pre>{text(commands)}</pre>", f"<h2>Bindings of all points</h2><pre>{text(common)}</pre>",
+    out = [f"<h2>Commands</h2><pre>{text(commands)}</pre><h2>Bindings of all points</h2><pre>{text(common)}</pre>",
            "<h2>Environment</h2>"]
     for name, each in contents.runs.items():
         for env in each["environments"]:

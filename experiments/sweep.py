@@ -73,46 +73,62 @@ def define_flags(values: flags.FlagValues) -> flags.FlagValues:
     return values
 
 
+def own_flags(argv: list[str]) -> flags.FlagValues:
+    """The flags of this module out of a command line whose experiment, and so whose other flags, are not known yet."""
+    values = define_flags(flags.FlagValues())
+    flags.DEFINE_string("output_dir", None, "", flag_values=values)
+    values(["sweep", *argv], known_only=True)
+    return values
+
+
 def prepare(argv: list[str]) -> tuple[cli.Work, None]:
     """Checks everything and returns the work. Raises what `cli.run` turns into exit code 2; nothing is written until then."""
-    first = define_flags(flags.FlagValues())
-    flags.DEFINE_string("output_dir", None, "", flag_values=first)
-    first(["sweep", *argv], known_only=True)
-    if not first.output_dir:
+    given = own_flags(argv)
+    if not given.output_dir:
         raise ValueError("--output_dir is required: the folder for points, tables and the report")
-    folder = pathlib.Path(first.output_dir)
-    metrics = [report.Metric.parse(text) for text in first.report_y]
-    write_report = lambda: report.write(folder, first.report_x, metrics)  # noqa: E731
-    if first.report_only:
+    folder = pathlib.Path(given.output_dir)
+    metrics = [report.Metric.parse(text) for text in given.report_y]
+
+    def write_report() -> dict:
+        return report.write(folder, given.report_x, metrics)
+
+    if given.report_only:
         if not sweep_folder.read(folder).runs:
             raise ValueError(f"--output_dir={folder}: holds no sweep to report")
         return lambda: summary(folder, 0, write_report()), None
-    shard = Shard.parse(first.shard)
-    source = sweep_points.load_file(first.sweep) if first.sweep else None
-    experiment = sweep_points.find_experiment(first.experiment, source)
+    shard = Shard.parse(given.shard)
+    sweep = checked(argv)
+    here = sweep.describe(shard, [])
+    for name, there in sweep_folder.read(folder).runs.items():
+        sweep_folder.check_same(folder, name, there, here)
+    output = results.Output(given.output_dir, "sweep", argv)
+    points_file = PointsFile(folder / shard.name("points", "jsonl"))
+    return lambda: run(sweep, shard, points_file, output, given.retry_failed, write_report), None
+
+
+def checked(argv: list[str]) -> Sweep:
+    """The sweep that the command line describes, each of its points bound once. Raises ValueError, flags.Error, OSError."""
+    given = own_flags(argv)
+    source = sweep_points.load_file(given.sweep) if given.sweep else None
+    if source is None and not given.param:
+        raise ValueError("no points: give --sweep=FILE.py or --param='NAME=[ALTERNATIVE, ...]'")
+    experiment = sweep_points.find_experiment(given.experiment, source)
     parameters = cli.parameters_of(experiment)
     values = define_flags(cli.define_flags(parameters))
     rest = values(["sweep", *argv])[1:]
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}: everything is a flag, see --help")
-    lists = [sweep_points.points_of(source, first.sweep)] if source else []
-    points = sweep_points.named(grid.prod(*lists, *map(sweep_points.parse_param, first.param)), experiment, parameters)
-    if source is None and not first.param:
-        raise ValueError("no points: give --sweep=FILE.py or --param='NAME=[ALTERNATIVE, ...]'")
+    lists = [sweep_points.points_of(source, given.sweep)] if source else []
+    points = sweep_points.named(grid.prod(*lists, *map(sweep_points.parse_param, given.param)), experiment, parameters)
     if not points:
-        raise ValueError(f"--sweep={first.sweep}: points() returned none")
+        raise ValueError(f"--sweep={given.sweep}: points() returned none")
     cli.configure(experiment, parameters, values)
-    common = gin.config_str(max_line_length=100_000)
+    common = "\n".join(sweep_folder.bindings(gin.config_str(max_line_length=100_000)))
     sweep = Sweep(experiment, common, sweep_points.identified(experiment.__name__, common, points),
                   ((source and source.__doc__) or f"Sweep of {experiment.__name__}").strip())
     for point in sweep.points.values():
         configure(sweep, point)
-    here = sweep.describe(shard, [])
-    for name, there in sweep_folder.read(folder).runs.items():
-        sweep_folder.check_same(folder, name, there, here)
-    output = results.Output(first.output_dir, "sweep", argv)
-    points_file = PointsFile(folder / shard.name("points", "jsonl"))
-    return lambda: run(sweep, shard, points_file, output, first.retry_failed, write_report), None
+    return sweep
 
 
 def run(sweep: Sweep, shard: Shard, points_file: PointsFile, output: results.Output, retry_failed: bool,
@@ -127,10 +143,11 @@ def run(sweep: Sweep, shard: Shard, points_file: PointsFile, output: results.Out
     mine = shard.deal(list(sweep.points))
     done = {i for i, record in before.records.items() if record["status"] == "ok" or not retry_failed}
     todo = [i for i in mine if i not in done]
+    names = sweep_points.varying(list(sweep.points.values()))
     bar = tqdm(total=len(mine), initial=len(mine) - len(todo), unit="point", file=sys.stderr, dynamic_ncols=True)
     with points_file, bar:
         for i in todo:
-            bar.set_description(text_of(sweep.points[i]))
+            bar.set_description(text_of({k: v for k, v in sweep.points[i].items() if k in names}))
             record = run_point(sweep, sweep.points[i])
             points_file.append({"id": i, "experiment": sweep.experiment.__name__, "revision": environment["revision"], **record})
             if record["status"] != "ok":

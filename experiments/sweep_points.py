@@ -57,7 +57,8 @@ def naming(path: str):
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
         kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
-        raise ValueError(f"--sweep={path}, line {line}: {kind}{cli.one_line(e)}") from None
+        message = e.msg if isinstance(e, SyntaxError) else cli.one_line(e)
+        raise ValueError(f"--sweep={path}, line {line}: {kind}{message}") from None
 
 
 def find_experiment(flag: str | None, source: types.ModuleType | None) -> Callable[..., cli.Work]:
@@ -69,15 +70,17 @@ def find_experiment(flag: str | None, source: types.ModuleType | None) -> Callab
     own = getattr(source, str(name), None)
     if inspect.isfunction(own):
         try:
-            gin.get_configurable(own.__name__)
-        except ValueError as e:
-            raise ValueError(f"experiment={name}: needs the decorator @cli.configurable, once ({cli.one_line(e)})") from None
+            registered = inspect.unwrap(gin.get_configurable(own.__name__)) is own
+        except ValueError:
+            registered = False
+        if not registered:
+            raise ValueError(f"experiment={name}: the function of the sweep file must be decorated with @cli.configurable, and "
+                             "be the only one of its name")
         return own
     files = pathlib.Path(__file__).parent.glob("*.py")
     accepted = sorted(path.stem for path in files if "\n@cli.configurable\n" in path.read_text())
     if name not in accepted:
-        raise ValueError(
-            f"experiment={name}: must be one of {', '.join(accepted)}, or a cli.configurable function of the sweep file")
+        raise ValueError(f"experiment={name}: must be one of {', '.join(accepted)}, or a configurable of the sweep file")
     return getattr(importlib.import_module(f"experiments.{name}"), name)
 
 
@@ -101,9 +104,8 @@ def named(points: list[grid.Point], experiment: Callable, parameters: list[cli.P
 
     def full(name: str) -> str:
         if "." not in name and name not in by_flag:
-            example = f"{experiment.__name__}.{next(iter(by_flag.values()), 'x').rpartition('.')[2]}"
             raise ValueError(f"{name}: is no parameter of {experiment.__name__}; accepted are {', '.join(by_flag)}, or a gin "
-                             f"binding such as {example}")
+                             "binding, which has a dot")
         return by_flag.get(name, name)
 
     def typed(name: str, value):
@@ -131,8 +133,13 @@ def describe(value):
         return {k: describe(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {type(value).__name__: describe({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})}
-    raise ValueError(
-        f"a point binds {value!r}: values must be finite numbers, texts, booleans, None, dataclasses, or lists of them")
+    raise ValueError(f"a point binds {value!r}: must be a finite number, text, boolean, None, dataclass, or a list of these")
+
+
+def varying(points: list[grid.Point]) -> set[str]:
+    """The names that not all points bind to the same value."""
+    same = {name for name, value in points[0].items() if all(name in p and p[name] == value for p in points)} if points else set()
+    return {name for point in points for name in point} - same
 
 
 def text_of(point: grid.Point) -> str:

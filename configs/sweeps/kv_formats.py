@@ -44,4 +44,9 @@ def points() -> list[dict]:
         prod([bits(3, 3) | sinks | rotated], param(OPTION + "key_rope", ["post", "pre"])),
         [bits(b, b) | sinks | {OPTION + "k_axis": "token"} for b in (2, 4)],
         [base | change for change in changes],
+        # oscar-2 keeps 64 sinks and 256 to 383 recent tokens at 16 bits: ours with its windows, and it without them.
+        [bits(2, 2) | rotated | {OPTION + "outlier_channels": 8, OPTION + "outlier_bits": 4, OPTION + "k_rotation": "calibrated",
+                                 OPTION + "sink_tokens": 64, OPTION + "open_pages": 3},
+         bits(2, 2) | sinks | rotated | {OPTION + "k_axis": "token", OPTION + "k_rotation": "hadamard",
+                                         OPTION + "k_range": "clipped", OPTION + "v_range": "clipped"}],
     )

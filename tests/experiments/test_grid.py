@@ -21,18 +21,20 @@ def test_laws(x, y, z):
     assert prod(a, b, c) == prod(prod(a, b), c) == prod(a, prod(b, c))
     assert len(prod(a, b)) == len(set(x)) * len(set(y))
     assert prod(chain(a, b), c) == chain(prod(a, c), prod(b, c))
-    assert chain(a, a) == a and chain(a, chain(b, c)) == chain(chain(a, b), c)
+    assert chain(a, a) == chain(a) and chain(a, chain(b, c)) == chain(chain(a, b), c)
 
 
 def test_duplicates_are_dropped_and_the_first_stays():
-    assert param("a", [3, 1, 3, 2, 1]) == [{"a": 3}, {"a": 1}, {"a": 2}]
+    repeated = param("a", [3, 1, 3, 2, 1])
+    assert prod(repeated) == chain(repeated) == zipped(repeated) == subsample(repeated, 3) == [{"a": 3}, {"a": 1}, {"a": 2}]
+    assert zipped(param("k", [3, 2, 2]), param("v", [2, 2, 1])) == [{"k": 3, "v": 2}, {"k": 2, "v": 2}, {"k": 2, "v": 1}]
     assert chain(A, param("a", [2, 3]), A) == [{"a": 1}, {"a": 2}, {"a": 3}]
     assert chain([{"a": 1, "b": 2}], [{"b": 2, "a": 1}]) == [{"a": 1, "b": 2}]
     assert zipped(param("a", [1, 2]), [{"b": 1}, {"b": 1}]) == [{"a": 1, "b": 1}, {"a": 2, "b": 1}]
 
 
 def test_values_of_different_types_are_different_points():
-    assert len(param("a", [1, 1.0, True, "1", None, [1], (1,)])) == 7
+    assert len(chain(param("a", [1, 1.0, True, "1", None, [1], (1,)]))) == 7
 
 
 def test_zipped():
@@ -53,7 +55,8 @@ def test_subsample_keeps_order_and_grows(n, seed):
 def test_subsample_depends_on_the_seed():
     points = param("a", range(100))
     assert len({str(subsample(points, 5, seed)) for seed in range(5)}) == 5
-    counts = [sum(point in subsample(points, 50, seed) for seed in range(40)) for point in points]
+    chosen = [subsample(points, 50, seed) for seed in range(40)]
+    counts = [sum(point in some for some in chosen) for point in points]
     assert min(counts) > 5 and max(counts) < 35  # nobody is always or never chosen
 
 
