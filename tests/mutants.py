@@ -39,7 +39,8 @@ ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mi
 
 MUTANTS = (
     Mutant("value scales used for keys", PAGES, 'plane[f"{name}_scales"]', 'plane["v_scales"]', OPENED),
-    Mutant("scale and offset swapped", PAGES, "for s in scalars]", "for s in scalars[::-1]]", OPENED),
+    Mutant("scale and offset swapped", PAGES, "g.scale_dtype) for s in scalars]",
+           "g.scale_dtype) for s in scalars[::-1]]", OPENED),
     Mutant("sparse entries widen the range", PAGES, "kept.reshape(x.shape)", "ranged", f"{OPENED} -k sparse"),
     Mutant("promoted channels left where they were packed", PAGES,
            "back = jnp.argsort(_promoted_last(page.outlier_index, head_dim), axis=-1)",
