@@ -163,7 +163,7 @@ class KVFormat:
     def __post_init__(self):
         for name, accepted in _CHOICES.items():
             value = getattr(self, name)
-            if value not in accepted or isinstance(value, bool) != isinstance(accepted[0], bool):
+            if type(value) is not type(accepted[0]) or value not in accepted:
                 raise ValueError(f"KVFormat.{name}={value!r}: accepted are {', '.join(map(str, accepted))}")
         for name in _INTEGERS:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):

@@ -7,7 +7,14 @@ from pallas_kernels.kv_format import ALL_BITS
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
-    ({"k_bits": 5}, "k_bits=5"), ({"v_bits": True}, "v_bits=True"), ({"outlier_bits": 2}, "outlier_bits=2"),
+    ({"k_bits": 5}, "k_bits=5"), ({"k_bits": 3.0}, "k_bits=3.0"), ({"k_axis": "head"}, "k_axis='head'"),
+    ({"k_group": 48}, "k_group=48: must divide page_size=128"), ({"v_symmetric": 1}, "v_symmetric=1"),
+    ({"k_bits": 8, "k_codes": "gaussian"}, "k_codes='gaussian'"), ({"v_bits": 8, "v_codes": "float8_e4m3"}, "v_symmetric=True"),
+    ({"v_sparse": 5}, "v_sparse=5: needs v_bits"), ({"k_bits": 2, "k_sparse": 600}, "k_sparse=600"),
+    ({"open_pages": 0}, "open_pages=0"),
+    ({"k_rotation": "calibrated", "key_rope": "pre"}, "k_rotation='calibrated'"), ({"rotation_block": 24}, "rotation_block=24"),
+    ({"layout": "mma_sm90", "k_axis": "token"}, "k_axis='token': layout 'mma_sm90' accepts channel"),
+    ({"v_bits": True}, "v_bits=True"), ({"outlier_bits": 2}, "outlier_bits=2"),
     ({"page_size": 100}, "page_size=100"), ({"page_size": 32.0}, "page_size=32.0"),
     ({"outlier_channels": 4}, "outlier_channels=4"), ({"k_bits": 8, "outlier_channels": 8}, "outlier_bits=8: must exceed"),
     ({"sink_tokens": 128}, "sink_tokens=128"),
