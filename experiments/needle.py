@@ -70,7 +70,7 @@ def needle(
         require_int("context", tokens)
         if tokens > config.max_position_embeddings:
             raise ValueError(f"context={tokens}: exceeds the model's max_position_embeddings={config.max_position_embeddings}")
-        chosen = candidates(config, tokens, layers, preset or [], kv_schedule or [])
+    chosen = candidates(config, context, layers, preset or [], kv_schedule or [])
     hay = tokenizer.encode(read_text(text))
     if len(hay) < max(context):
         raise ValueError(f"{text=}: has {len(hay)} tokens, a context of {max(context)} needs as many")

@@ -1,6 +1,7 @@
 """Plots of results. A result may hold a plot as a value: it is drawn into the output folder, and its file name takes its place."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 
@@ -8,6 +9,20 @@ LABELS = {"effective_bits": "effective bits an element (codes, scales, offsets, 
           "perplexity": "perplexity (teacher-forced through the cache)", "top1_agreement_pct": "top-1 agreement, %",
           "perplexity_increase_pct": "increase of perplexity over the 16-bit cache, %",
           "kl": "KL divergence from the 16-bit cache, nats a token"}
+
+
+@contextlib.contextmanager
+def drawing(path: pathlib.Path, *, size: tuple[float, float], dpi: int):
+    """Axes of one figure, `size` in inches, which is written to `path` as PNG at the end. Needs no display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    yield axes
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,23 +35,16 @@ class Quality:
 
     def save(self, folder: pathlib.Path) -> str:
         """Writes a PNG and returns its name."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-        points = sorted((row[self.x], row[self.y], row["format"]) for row in self.rows)
-        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color="tab:blue")
-        for x, y, label in points:
-            axes.annotate(label, (x, y), textcoords="offset points", xytext=(6, 6))
-        axes.set(xscale="log", xlabel=LABELS.get(self.x, self.x), ylabel=LABELS.get(self.y, self.y))
-        ticks = [2, 3, 4, 6, 8, 16]
-        axes.set_xticks(ticks, [str(t) for t in ticks])
-        axes.minorticks_off()
-        axes.margins(x=0.12, y=0.12)
-        axes.grid(alpha=0.3)
         name = f"{self.y}_by_{self.x}.png"
-        figure.savefig(folder / name, dpi=150)
-        pyplot.close(figure)
+        with drawing(folder / name, size=(7, 4.5), dpi=150) as axes:
+            points = sorted((row[self.x], row[self.y], row["format"]) for row in self.rows)
+            axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color="tab:blue")
+            for x, y, label in points:
+                axes.annotate(label, (x, y), textcoords="offset points", xytext=(6, 6))
+            axes.set(xscale="log", xlabel=LABELS.get(self.x, self.x), ylabel=LABELS.get(self.y, self.y))
+            ticks = [2, 3, 4, 6, 8, 16]
+            axes.set_xticks(ticks, [str(t) for t in ticks])
+            axes.minorticks_off()
+            axes.margins(x=0.12, y=0.12)
+            axes.grid(alpha=0.3)
         return name

@@ -129,7 +129,7 @@ def quality(
     bench = Bench.of(checkpoint, tuple(text), context, windows)
     config = bench.model.config
     skipping = [schedules.skip_layers(f, config.num_layers, first=skip_first_layers, last=skip_last_layers) for f in formats or []]
-    chosen = candidates(config, context, skipping, preset or [], kv_schedule or [])
+    chosen = candidates(config, [context], skipping, preset or [], kv_schedule or [])
     limit = config.max_position_embeddings
     if context + sample_tokens > limit:
         raise ValueError(f"{context=}: with {sample_tokens=} it exceeds the model's max_position_embeddings={limit}")
@@ -140,7 +140,7 @@ def quality(
 
 
 def candidates(
-    config: ModelConfig, context: int, formats: list[tuple[KVFormat, ...]], preset: list[str], kv_schedule: list[str],
+    config: ModelConfig, contexts: list[int], formats: list[tuple[KVFormat, ...]], preset: list[str], kv_schedule: list[str],
 ) -> list[Candidate]:
     """Everything that is to be compared, without repeats. Raises ValueError where there is nothing or it does not fit the model."""
     num_layers, head_dim = config.num_layers, config.head_dim
@@ -150,8 +150,9 @@ def candidates(
     if not chosen:
         raise ValueError("no formats: give k_bits, formats, preset or kv_schedule")
     for f in {f for c in chosen for f in c.formats}:
-        if context % f.page_size:
-            raise ValueError(f"{context=}: must be a multiple of page_size={f.page_size}")
+        for context in contexts:
+            if context % f.page_size:
+                raise ValueError(f"{context=}: must be a multiple of page_size={f.page_size}")
         f.check_head_dim(head_dim)
     return list(dict.fromkeys(chosen))
 
@@ -192,6 +193,7 @@ class Bench:
         self.checkpoint, self.context = checkpoint, context
         self.texts = {path: scored for path, (scored, _) in read.items()}
         self.windows = np.concatenate(list(self.texts.values()))
+        self.starts = np.cumsum([0, *map(len, self.texts.values())])[:-1]  # the first window of each text
         self.tail = np.concatenate([rest for _, rest in read.values()])
         self.scorer = Scorer(model)
 
@@ -236,14 +238,14 @@ class Bench:
         started, formats, head_dim = time.perf_counter(), candidate.formats, self.model.config.head_dim
         transforms = calibration.key_transforms(self.scorer, formats, self.tail.tolist())
         scores, flips, errors = [], [], []
-        first_of_text = {sum(map(len, list(self.texts.values())[:i])) for i in range(len(self.texts))}
-        for i, (window, (exact, _)) in enumerate(zip(self.windows, self.reference)):
-            measure = i in first_of_text
-            this = self.scorer.forward(window[:-1], formats, transforms, measure_attention=measure)
-            scores.append(self.scorer.compare(this.hidden, exact.hidden, window[1:]))
+        plain = all(f == KVFormat(page_size=f.page_size) for f in formats)  # the reference itself, scored already
+        for i, (window, (exact, exact_scores)) in enumerate(zip(self.windows, self.reference)):
+            measure = i in self.starts
+            this = exact if plain else self.scorer.forward(window[:-1], formats, transforms, measure_attention=measure)
+            scores.append(exact_scores if plain else self.scorer.compare(this.hidden, exact.hidden, window[1:]))
             flips.append(metrics.routing_flips_pct(this.topk_idx, exact.topk_idx))
-            if this.attention_error is not None:
-                errors.append(this.attention_error)
+            if measure:
+                errors.append(np.zeros(len(formats)) if this.attention_error is None else this.attention_error)
             bar.update()
         log_probs, top1, kl = (np.stack([getattr(s, name) for s in scores]) for name in ("log_probs", "top1", "kl"))
         reference_top1 = np.stack([s.top1 for _, s in self.reference])
@@ -266,7 +268,7 @@ class Bench:
 
     def by_text(self, per_window: np.ndarray):
         """(text, its part of [W, ...]) in order."""
-        return zip(self.texts, np.split(per_window, np.cumsum([len(w) for w in self.texts.values()])[:-1]))
+        return zip(self.texts, np.split(per_window, self.starts[1:]))
 
     def sample(self, candidate: Candidate, tokens: int) -> dict:
         """Generates greedily after half a window, and times each token. "sample" is None where nothing was generated."""

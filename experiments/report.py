@@ -166,33 +166,30 @@ class Pareto:
 
     def save(self, folder: pathlib.Path) -> str:
         """Writes a PNG and returns its name."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
         groups = series(self.rows, self.x, self.metric)
         optimal = pareto(self.rows, self.x, self.metric)
         drawn = [row for group in groups.values() for row in group]
-        for i, (name, group) in enumerate(groups.items()):
-            color = f"C{i % 10}"
-            axes.plot(*self.coordinates(group), "o", color=color, alpha=0.7, label=name or None)
-            bounded = [row for row in group if None not in self.bounds(row)]
-            axes.errorbar(*self.coordinates(bounded), yerr=self.errors(bounded), fmt="none", color=color, capsize=3, alpha=0.7)
-            front = [row for row in optimal if any(row is other for other in group)]
-            axes.plot(*self.coordinates(front), "-", color=color, drawstyle="steps-post", label=f"Pareto frontier {name}".strip())
-        for row in drawn if len(drawn) <= MAX_LABELS else optimal:
-            axes.annotate(row["label"], (row[self.x], row[self.metric.name]), textcoords="offset points", xytext=(5, 5), fontsize=7)
-        set_scale(axes, [row[self.metric.name] for row in drawn])
-        axes.set(xlabel=plots.LABELS.get(self.x, self.x), ylabel=plots.LABELS.get(self.metric.name, self.metric.name))
-        axes.margins(0.1)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
         name = "".join(c if c.isalnum() or c in "_-." else "_" for c in f"{self.metric.name}_by_{self.x}.png")
-        figure.savefig(folder / name, dpi=130)
-        pyplot.close(figure)
+        with plots.drawing(folder / name, size=(9, 5.5), dpi=130) as axes:
+            for i, (series_name, group) in enumerate(groups.items()):
+                self.draw_series(axes, f"C{i % 10}", series_name, group, optimal)
+            for row in drawn if len(drawn) <= MAX_LABELS else optimal:
+                axes.annotate(row["label"], (row[self.x], row[self.metric.name]), textcoords="offset points", xytext=(5, 5),
+                              fontsize=7)
+            set_scale(axes, [row[self.metric.name] for row in drawn])
+            axes.set(xlabel=plots.LABELS.get(self.x, self.x), ylabel=plots.LABELS.get(self.metric.name, self.metric.name))
+            axes.margins(0.1)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
         return name
+
+    def draw_series(self, axes, color: str, name: str, group: list[Row], optimal: list[Row]) -> None:
+        """Points with error bars, and the frontier through those of them that are optimal."""
+        axes.plot(*self.coordinates(group), "o", color=color, alpha=0.7, label=name or None)
+        bounded = [row for row in group if None not in self.bounds(row)]
+        axes.errorbar(*self.coordinates(bounded), yerr=self.errors(bounded), fmt="none", color=color, capsize=3, alpha=0.7)
+        front = [row for row in optimal if any(row is other for other in group)]
+        axes.plot(*self.coordinates(front), "-", color=color, drawstyle="steps-post", label=f"Pareto frontier {name}".strip())
 
     def coordinates(self, group: list[Row]) -> tuple[list[float], list[float]]:
         return [row[self.x] for row in group], [row[self.metric.name] for row in group]

@@ -13,6 +13,7 @@ import itertools
 import pathlib
 import sys
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -22,7 +23,7 @@ from moejax import calibration, compilation_cache, kv_schedule
 from moejax import checkpoint as checkpoints
 from moejax.config import require_int
 from moejax.kv_cache import KeyTransform
-from moejax.scoring import Scorer
+from moejax.scoring import Comparison, Scorer
 from pallas_kernels.kv_format import KVFormat
 
 COLUMNS = {"schedule": "", "effective_bits": ".3f", "kl": ".5f", "kl_low": ".5f", "kl_high": ".5f",
@@ -90,7 +91,9 @@ class Search:
         schedule = tuple(self.choices[i] for i in chosen)
         fitting = [i for i, f in enumerate(self.choices) if f.page_layout(self.head_dim).effective_bits() <= budget]
         single = (self.choices[min(fitting, key=lambda i: costs[:, i].sum())],) * self.num_layers
-        rows = [self.check("searched", schedule, checked), self.check(f"{single[0].name} in all layers", single, checked)]
+        exact = self.exact(checked)
+        rows = [self.check(label, formats, checked, exact)
+                for label, formats in (("searched", schedule), (f"{single[0].name} in all layers", single))]
         print(results.markdown_table(rows, COLUMNS))
         if schedule_file is not None:
             about = f"experiments.search_bits, {checkpoint}, {budget} effective bits"
@@ -108,7 +111,7 @@ class Search:
         plain = KeyTransform()
         with tqdm(total=len(windows) * costs.size, unit="pass", file=sys.stderr, dynamic_ncols=True) as bar:
             for window in windows:
-                inputs = [self.scorer.embedding[window[:-1]][None].astype(self.scorer.dtype)]
+                inputs = [self.scorer.embed(window[:-1])]
                 for layer in range(self.num_layers):
                     inputs.append(self.scorer.layer(layer, inputs[-1], self.plain, plain)[0])
                 exact = self.scorer.normed(inputs[-1])
@@ -122,17 +125,20 @@ class Search:
                     bar.update()
         return costs
 
-    def check(self, label: str, formats: tuple[KVFormat, ...], windows: np.ndarray) -> dict:
-        """Scores the whole schedule."""
+    def exact(self, windows: np.ndarray) -> list[tuple[jax.Array, Comparison]]:
+        """Hidden state and scores of each window with the 16-bit cache."""
+        hidden = [self.scorer.forward(window[:-1], self.plain).hidden for window in windows]
+        return [(h, self.scorer.compare(h, h, window[1:])) for h, window in zip(hidden, windows)]
+
+    def check(self, label: str, formats: tuple[KVFormat, ...], windows: np.ndarray,
+              exact: list[tuple[jax.Array, Comparison]]) -> dict:
+        """Scores the whole schedule beside `exact`."""
         transforms = calibration.key_transforms(self.scorer, formats, self.tokens)
-        pairs = []
-        for window in windows:
-            exact = self.scorer.forward(window[:-1], self.plain).hidden
-            this = self.scorer.forward(window[:-1], formats, transforms).hidden
-            pairs.append((self.scorer.compare(this, exact, window[1:]), self.scorer.compare(exact, exact, window[1:])))
-        log_probs, reference = (np.stack([p[i].log_probs for p in pairs]) for i in (0, 1))
+        scores = [self.scorer.compare(self.scorer.forward(window[:-1], formats, transforms).hidden, hidden, window[1:])
+                  for window, (hidden, _) in zip(windows, exact)]
+        log_probs, reference = (np.stack([s.log_probs for s in of]) for of in (scores, [plain for _, plain in exact]))
         return {"schedule": label, "effective_bits": kv_schedule.effective_bits(formats, self.head_dim),
-                **metrics.kl_metrics(np.stack([p[0].kl for p in pairs])), **metrics.perplexity_increase_pct(log_probs, reference)}
+                **metrics.kl_metrics(np.stack([s.kl for s in scores])), **metrics.perplexity_increase_pct(log_probs, reference)}
 
 
 def cheapest(costs: np.ndarray, words: np.ndarray, budget: int) -> list[int]:

@@ -67,6 +67,7 @@ class Scorer:
         self.config, self.dtype = model.config, model.dtype
         self.embedding, self.head, self.final_norm = model.embedding_VD[...], model.head(), model.final_norm
         self.blocks = [nnx.split(block) for block in model.blocks]
+        self._cos_sin: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.memo: dict = {}  # statistics of `moejax.calibration`, by what they were measured on
 
     def forward(
@@ -86,7 +87,7 @@ class Scorer:
         """
         formats = kv_schedule.per_layer(formats, self.config.num_layers)
         check_window(tokens, formats[0].page_size)
-        x = self.embedding[jnp.asarray(tokens)][None].astype(self.dtype)
+        x = self.embed(tokens)
         chosen, errors = [], []
         for layer, kv_format in enumerate(formats):
             transform = KeyTransform() if transforms is None else transforms[layer]
@@ -95,12 +96,22 @@ class Scorer:
             errors.append(error)
         return Pass(self.normed(x), tuple(chosen), np.asarray(jnp.stack(errors)) if measure_attention else None)
 
+    def embed(self, tokens: np.ndarray) -> jax.Array:
+        """The first block's input [1, T, D]."""
+        return self.embedding[jnp.asarray(tokens)][None].astype(self.dtype)
+
+    def cos_sin(self, length: int) -> tuple[jax.Array, jax.Array]:
+        """RoPE of a window of `length` tokens; kept, every layer asks for it."""
+        if length not in self._cos_sin:
+            self._cos_sin[length] = rope.cos_sin(self.config, jnp.arange(length, dtype=jnp.int32)[None])
+        return self._cos_sin[length]
+
     def layer(self, layer: int, x, kv_format: KVFormat, transform: KeyTransform, measure: bool = False):
         """One block over a whole window: x [1, T, D] -> (x, chosen experts [T, X] or None, attention error or 0)."""
         graphdef, params = self.blocks[layer]
-        cos, sin = rope.cos_sin(self.config, jnp.arange(x.shape[1], dtype=jnp.int32)[None])
-        out, error = _attend(*_project(graphdef, params, x), cos, sin, transform, kv_format=kv_format, measure=measure,
-                             sliding_window=self.config.layers[layer].sliding_window)
+        out, error = _attend(
+            *_project(graphdef, params, x), *self.cos_sin(x.shape[1]), transform, kv_format=kv_format, measure=measure,
+            sliding_window=self.config.layers[layer].sliding_window)
         return *_finish(graphdef, params, x, out), error
 
     def normed(self, x: jax.Array) -> jax.Array:
@@ -114,9 +125,8 @@ class Scorer:
           tokens: int32 [T], T a multiple of 32.
         """
         f = KVFormat(page_size=32)
-        cos, sin = rope.cos_sin(self.config, jnp.arange(len(tokens), dtype=jnp.int32)[None])
-        x = self.embedding[jnp.asarray(tokens)][None].astype(self.dtype)
-        collected = []
+        cos, sin = self.cos_sin(len(tokens))
+        x, collected = self.embed(tokens), []
         for layer, (graphdef, params) in enumerate(self.blocks):
             q, k, v = _project(graphdef, params, x)
             collected.append(function(rope.apply(q, cos, sin), rope.apply(k, cos, sin)))

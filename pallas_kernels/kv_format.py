@@ -16,12 +16,10 @@ scale is rounded up so that the range stays covered, which widens a step by less
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pallas_kernels import mma_sm90
-
-if TYPE_CHECKING:
-    from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.page_layout import PageLayout
 
 QUANT_BITS = (2, 3, 4, 8)
 ALL_BITS = (*QUANT_BITS, 16, 32)
@@ -192,21 +190,21 @@ class KVFormat:
 
     def _check_parts(self) -> None:
         """What keys and values have in common."""
-        for part in "kv":
-            bits, axis, group, symmetric, codes, rule, sparse = (getattr(self, f"{part}_{name}") for name in (
-                "bits", "axis", "group", "symmetric", "codes", "range", "sparse"))
-            self._require(f"{part}_group", group >= 0 and group % 8 == 0, "must be a multiple of 8, 0 for the whole page or head")
-            if axis == "channel" and group:
-                self._require(f"{part}_group", self.page_size % group == 0, f"must divide page_size={self.page_size}")
+        for part, g, sparse in (("k", self.keys, self.k_sparse), ("v", self.values, self.v_sparse)):
+            self._require(f"{part}_group", g.group >= 0 and g.group % 8 == 0,
+                          "must be a multiple of 8, 0 for the whole page or head")
+            if g.axis == "channel" and g.group:
+                self._require(f"{part}_group", self.page_size % g.group == 0, f"must divide page_size={self.page_size}")
             self._require(f"{part}_sparse", 0 <= sparse <= 4 * self.page_size, f"must be 0 … 4 * page_size={4 * self.page_size}")
-            self._require(f"{part}_sparse", not sparse or bits in QUANT_BITS, f"needs {part}_bits of 2, 3, 4, 8, not {bits}")
-            if codes == "gaussian":
-                self._require(f"{part}_codes", bits in (2, 3, 4), f"accepts {part}_bits of 2, 3, 4, not {bits}")
-            if codes == "float8_e4m3":
-                self._require(f"{part}_codes", bits == 8 and symmetric,
-                              f"needs {part}_bits=8 and {part}_symmetric=True, not {bits} and {symmetric}")
-            if codes != "uniform":
-                self._require(f"{part}_range", rule == "minmax", f"{part}_codes={codes!r} has no range to clip, use minmax")
+            self._require(f"{part}_sparse", not sparse or g.is_quantized, f"needs {part}_bits of 2, 3, 4, 8, not {g.bits}")
+            if g.codes == "gaussian":
+                self._require(f"{part}_codes", g.bits in (2, 3, 4), f"accepts {part}_bits of 2, 3, 4, not {g.bits}")
+            if g.codes == "float8_e4m3":
+                self._require(f"{part}_codes", g.bits == 8 and g.symmetric,
+                              f"needs {part}_bits=8 and {part}_symmetric=True, not {g.bits} and {g.symmetric}")
+            if g.codes != "uniform":
+                self._require(f"{part}_range", g.range_rule == "minmax",
+                              f"{part}_codes={g.codes!r} has no range to clip, use minmax")
         if self.outlier_channels:
             self._require("k_codes", self.k_codes == "uniform", "outlier_channels > 0 accepts uniform")
 
@@ -229,8 +227,7 @@ class KVFormat:
     @property
     def keys(self) -> GroupFormat:
         """How key channels that are not promoted are quantised."""
-        return GroupFormat(bits=self.k_bits, axis=self.k_axis, group=self.k_group, symmetric=self.k_symmetric, codes=self.k_codes,
-                           range_rule=self.k_range, scale_dtype=self.scale_dtype)
+        return self._part("k")
 
     @property
     def outliers(self) -> GroupFormat:
@@ -241,8 +238,12 @@ class KVFormat:
     @property
     def values(self) -> GroupFormat:
         """How values are quantised."""
-        return GroupFormat(bits=self.v_bits, axis=self.v_axis, group=self.v_group, symmetric=self.v_symmetric, codes=self.v_codes,
-                           range_rule=self.v_range, scale_dtype=self.scale_dtype)
+        return self._part("v")
+
+    def _part(self, part: Literal["k", "v"]) -> GroupFormat:
+        names = ("bits", "axis", "group", "symmetric", "codes")
+        return GroupFormat(**{name: getattr(self, f"{part}_{name}") for name in names},
+                           range_rule=getattr(self, f"{part}_range"), scale_dtype=self.scale_dtype)
 
     @property
     def open_dtype(self) -> str:
@@ -322,7 +323,5 @@ class KVFormat:
 
     def page_layout(self, head_dim: int) -> PageLayout:
         """Where each plane of a closed page lies, for heads of `head_dim` channels. Raises ValueError as `check_head_dim`."""
-        from pallas_kernels.page_layout import PageLayout
-
         self.check_head_dim(head_dim)
         return PageLayout(fmt=self, head_dim=head_dim)

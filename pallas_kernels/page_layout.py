@@ -14,10 +14,13 @@ half.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from pallas_kernels import mma_sm90
-from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.pallas_utils import align_to
+
+if TYPE_CHECKING:
+    from pallas_kernels.kv_format import KVFormat
 
 WORD_BITS = 32
 ALIGN_WORDS = 32  # a closed page starts and ends on a 128-byte boundary

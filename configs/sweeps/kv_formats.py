@@ -41,7 +41,7 @@ def points() -> list[dict]:
              param(OPTION + "k_rotation", ["none", "calibrated"])),
         prod(plain, [{OPTION + "outlier_channels": 8, OPTION + "outlier_bits": 8}],
              param(OPTION + "k_rotation", ["none", "calibrated"])),
-        prod([bits(3, 3) | sinks | rotated], param(OPTION + "key_rope", ["post", "pre"])),
+        prod([bits(3, 3) | sinks | rotated], param(OPTION + "key_rope", ["pre"])),
         [bits(b, b) | sinks | {OPTION + "k_axis": "token"} for b in (2, 4)],
         [base | change for change in changes],
         # oscar-2 keeps 64 sinks and 256 to 383 recent tokens at 16 bits: ours with its windows, and it without them.

@@ -62,13 +62,12 @@ def _quantize_page(k, v, f: KVFormat, num_sinks: jax.Array) -> _Page:
     if f.outlier_channels and f.outlier_choice == "page":
         outlier_index = _widest_channels(k, ranged, f.outlier_channels)
         k = jnp.take_along_axis(k, _promoted_last(outlier_index, k.shape[-1])[..., None, :], axis=-1)
-    k_ranged = v_ranged = ranged
+    k_ranged: jax.Array = ranged
+    v_ranged: jax.Array | None = ranged if f.v_axis == "channel" else None  # by token, a sink has a range of its own
     if f.k_sparse:
         k_sparse, k_ranged = _take_sparse(k, f.keys, ranged, f.k_sparse)
     if f.v_sparse:
         v_sparse, v_ranged = _take_sparse(v, f.values, ranged, f.v_sparse)
-    elif f.v_axis == "token":
-        v_ranged = jnp.ones_like(ranged)  # a sink has a range of its own
     base = k.shape[-1] - f.outlier_channels
     base_ranged, outlier_ranged = (k_ranged, k_ranged) if k_ranged.shape[-1] == 1 else (
         k_ranged[..., :base], k_ranged[..., base:])
