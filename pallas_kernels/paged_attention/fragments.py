@@ -85,7 +85,7 @@ def key_scores(step: Step, words_ref, q_ref, start: jax.Array) -> jax.Array:
 
     Args:
       step: compile-time shape.
-      words_ref: uint32 SMEM [pages, key rows, H / 2], the keys' part of each page.
+      words_ref: uint32 SMEM [pages * key rows, H / 2], the keys' part of each page.
       q_ref: bfloat16 SMEM [8, H].
       start: float32 [4, 8] as `PER_QUERY`: what the sums begin with; 0, or very negative for a warp without a page.
 
@@ -100,7 +100,7 @@ def key_scores(step: Step, words_ref, q_ref, start: jax.Array) -> jax.Array:
 
 
 def value_scales(step: Step, words_ref) -> tuple[jax.Array, jax.Array]:
-    """Scale and offset of each token's values, float32 [4, M] as `PER_ROW`, of uint32 SMEM [pages, value rows, H / 2]."""
+    """Scale and offset of each token's values, float32 [4, M] as `PER_ROW`, of uint32 SMEM [pages * value rows, H / 2]."""
     if step.use_twins:
         words = words_ref[...].reshape(step.pages, -1)[:, _value_scale_word(step):][:, :mma_sm90.TOKENS]
         words = words.reshape(WARPS, step.tokens)
@@ -115,7 +115,7 @@ def add_values(step: Step, words_ref, p: jax.Array, acc: jax.Array, bias: jax.Ar
 
     Args:
       step: compile-time shape.
-      words_ref: uint32 SMEM [pages, value rows, H / 2], the values' part of each page.
+      words_ref: uint32 SMEM [pages * value rows, H / 2], the values' part of each page.
       p: float32 [4, M, 8] as `ROWS`, softmax weights times value scales; rounded to bfloat16 here.
       acc: float32 [4, H, 8] as `ROWS`.
       bias: float32 [4, 8, 8] as `ROWS`: what acc holds too much, in every channel the same; all 8 rows are equal.

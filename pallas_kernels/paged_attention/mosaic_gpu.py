@@ -156,12 +156,18 @@ def _refuse(q, kv_format: KVFormat, open_k, rows: int) -> None:
             raise NotImplementedError(f"mosaic_gpu: {name}.dtype={x.dtype}: only bfloat16")
 
 
+def _buffer_rows(step: Step, words: int) -> int:
+    """Rows of 2 H bytes that one warpgroup needs for its pages' `words` each, or for an open tile, or for the warps' sums."""
+    a_warps_sum = 2 * QUERY_ROWS
+    rows = max(step.pages * words // (step.head_dim // 2), OPEN_TOKENS, WARPS * a_warps_sum)
+    return cdiv(rows, a_warps_sum) * a_warps_sum
+
+
 def _smem_bytes(kv_format: KVFormat, head_dim: int, tuning: Tuning) -> int:
-    layout, pages = kv_format.page_layout(head_dim), WARPS // tuning.warps_per_page
-    tile = OPEN_TOKENS * head_dim * 2
-    keys = max(pages * layout.key_words * 4, tile)
-    values = max(pages * layout.value_words * 4, tile, WARPS * head_dim * QUERY_ROWS * 4)
-    return tuning.warpgroups * (keys + values + QUERY_ROWS * head_dim * 2 + 2 * WARPS * QUERY_ROWS * 4 + 64) + 1024
+    layout = kv_format.page_layout(head_dim)
+    step = Step(layout, tuning.warps_per_page, use_twins=False)
+    rows = _buffer_rows(step, layout.key_words) + _buffer_rows(step, layout.value_words) + QUERY_ROWS
+    return tuning.warpgroups * (rows * 2 * head_dim + 2 * WARPS * QUERY_ROWS * 4 + 64) + 1024
 
 
 def _query_tiles(call: _Call, q: jax.Array) -> jax.Array:
@@ -200,13 +206,8 @@ def _full_split_starts(call: _Call, kv_lens, q_lens) -> jax.Array:
 def _partial_kernel(call: _Call, batch: int, interpret: Any):
     """The kernel over all work items: partial outputs float32 [B*K*tiles, splits, H, 8] and (m, l) float32 [.., 2, 8]."""
     step, tuning = call.step, call.tuning
-    layout, head_dim, groups, width = step.layout, step.head_dim, tuning.warpgroups, step.head_dim // 2
+    layout, head_dim, groups = step.layout, step.head_dim, tuning.warpgroups
     tiles = batch * call.num_kv_heads * call.query_tiles
-
-    def union(words: int, *others):
-        return plgpu.RefUnion(
-            plgpu.SMEM((groups, step.pages, words // width, width), jnp.uint32),
-            plgpu.SMEM((groups, OPEN_TOKENS, head_dim), jnp.bfloat16), *others)
 
     return plgpu.kernel(
         functools.partial(_kernel_body, call),
@@ -217,8 +218,8 @@ def _partial_kernel(call: _Call, batch: int, interpret: Any):
         scratch_types={
             "q_smem": plgpu.SMEM((groups, QUERY_ROWS, head_dim), jnp.bfloat16),
             "stats_smem": plgpu.SMEM((groups, 2, WARPS, QUERY_ROWS), jnp.float32),
-            "keys": union(layout.key_words),
-            "values": union(layout.value_words, plgpu.SMEM((groups, WARPS, head_dim, QUERY_ROWS), jnp.float32)),
+            "keys": _buffers(step, groups, layout.key_words),
+            "values": _buffers(step, groups, layout.value_words),
             # One barrier a warpgroup and kind of copy.
             "q_barrier": plgpu.Barrier(num_barriers=groups),
             "keys_barrier": plgpu.Barrier(num_arrivals=step.pages, num_barriers=groups),
@@ -229,6 +230,17 @@ def _partial_kernel(call: _Call, batch: int, interpret: Any):
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
         kernel_name="paged_attention", interpret=interpret)
+
+
+def _buffers(step: Step, groups: int, words: int) -> plgpu.RefUnion:
+    """A buffer for each warpgroup: as pages' words, as an open tile, and as the sums of the warps.
+
+    The three are padded to one size, so that what a warpgroup reaches through any of them is its own.
+    """
+    rows, head_dim = _buffer_rows(step, words), step.head_dim
+    return plgpu.RefUnion(
+        plgpu.SMEM((groups, rows, head_dim // 2), jnp.uint32), plgpu.SMEM((groups, rows, head_dim), jnp.bfloat16),
+        plgpu.SMEM((groups, rows // (2 * QUERY_ROWS), head_dim, QUERY_ROWS), jnp.float32))
 
 
 @dataclasses.dataclass
@@ -335,8 +347,11 @@ class _Worker:
         self.call, self.step, self.inputs, self.item, self.following = call, call.step, inputs, item, following
         self.num_steps = lax.div(item.end_page - item.first_page + self.step.pages - 1, self.step.pages)
         self.q_smem, self.stats_smem = scratch["q_smem"].at[group], scratch["stats_smem"].at[group]
-        self.keys, self.open_keys = (x.at[group] for x in scratch["keys"])
-        self.values, self.open_values, self.sum_smem = (x.at[group] for x in scratch["values"])
+        head_dim, layout = self.step.head_dim, self.step.layout
+        (self.keys, self.open_keys, _), (self.values, self.open_values, self.sum_smem) = (
+            (words.at[group, pl.ds(0, self.step.pages * count // (head_dim // 2))], tile.at[group, pl.ds(0, OPEN_TOKENS)],
+             sums.at[group, pl.ds(0, WARPS)])
+            for (words, tile, sums), count in ((scratch["keys"], layout.key_words), (scratch["values"], layout.value_words)))
         self.q_barrier, self.keys_barrier, self.values_barrier, self.tile_barrier = (
             scratch[f"{n}_barrier"].at[group] for n in ("q", "keys", "values", "tile"))
 
@@ -351,7 +366,7 @@ class _Worker:
             @pl.when(self.num_steps > 0)
             def _():
                 self._fetch(item, item.first_page, self.keys, 0, self.keys_barrier)
-                self._fetch(item, item.first_page, self.values, self.keys.shape[1], self.values_barrier)
+                self._fetch(item, item.first_page, self.values, self.keys.shape[0] // self.step.pages, self.values_barrier)
 
         plgpu.barrier_wait(self.q_barrier)
         # The open page passes through the buffers that the next item's pages would arrive in.
@@ -363,7 +378,7 @@ class _Worker:
 
         @pl.when(ahead)
         def _():  # only now: the sum of the warps went through the values' buffer
-            self._fetch(self.following, self.following.first_page, self.values, self.keys.shape[1], self.values_barrier)
+            self._fetch(self.following, self.following.first_page, self.values, self.keys.shape[0] // self.step.pages, self.values_barrier)
 
         return ahead
 
@@ -386,6 +401,7 @@ class _Worker:
         Pages past the item's last are the last one again.
         """
         pages, kv_head = self.step.pages, lax.div(item.head, self.call.query_tiles)
+        rows = destination.shape[0] // pages
 
         @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
         def fetch():
@@ -394,8 +410,8 @@ class _Worker:
             @pl.when(warp < pages)
             def _():
                 page_id = self.inputs.table[item.row, jnp.clip(first_page + warp, 0, jnp.maximum(item.end_page - 1, 0))]
-                source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, destination.shape[1])]
-                plgpu.copy_gmem_to_smem(source, destination.at[warp], barrier)
+                source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, rows)]
+                plgpu.copy_gmem_to_smem(source, destination.at[pl.ds(warp * rows, rows)], barrier)
 
         fetch()
 
@@ -440,7 +456,7 @@ class _Worker:
 
         @pl.when(more)
         def _():
-            self._fetch(item, target_page, self.values, self.keys.shape[1], self.values_barrier)
+            self._fetch(item, target_page, self.values, self.keys.shape[0] // self.step.pages, self.values_barrier)
 
         return dataclasses.replace(state, acc=acc, bias=bias)
 

@@ -4,6 +4,7 @@ Tests marked `gpu` hold every combination and run on a GPU only: `python -m pyte
 """
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from tests.pallas_kernels.paged_attention_cases import Cache, make_cache
 
 ON_GPU = jax.default_backend() == "gpu"
 NONE = dict.fromkeys(("sink_k", "sink_v", "sliding_window", "logit_softcap", "attention_sinks"))
-# One warpgroup: the interpreter takes buffers of several warpgroups that share a union for one buffer, and reports races.
+# One warpgroup: the interpreter takes the parts of a union that belong to different warpgroups for one buffer, and refuses to read
+# what another part was written as; test_buffers_of_warpgroups_are_disjoint and the tests on a GPU look at several.
 ONE = Tuning(1, 1, 2)
 LENGTHS = [1, 127, 128, 129, 3 * 128 - 1, 2500]
 # Relative L2 error of a row: queries x key scales, and weights x value scales, are rounded to bfloat16 (2**-9 each).
@@ -145,3 +147,24 @@ def test_every_pair_of_bits(k_bits, v_bits, head_dim):
 @pytest.mark.parametrize("group", range(1, 17))
 def test_every_group(group):
     check(cache_of({"k_bits": 3, "v_bits": 2, "outlier_channels": 16, "outlier_bits": 4}, head_dim=128, group=group, num_queries=2))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+def test_buffers_of_warpgroups_are_disjoint(bits, head_dim):
+    """Parts of a union that differ in size would put one warpgroup's open tile over another's pages."""
+    layout = KVFormat(k_bits=bits, v_bits=bits, layout="mma_sm90").page_layout(head_dim)
+    for warps_per_page in (1, 2, 4):
+        step = mosaic_gpu.Step(layout, warps_per_page, use_twins=True)
+        for words in (layout.key_words, layout.value_words):
+            sizes = {math.prod(r.shape[1:]) * r.dtype.itemsize for r in mosaic_gpu._buffers(step, 4, words).refs}
+            assert len(sizes) == 1 and sizes.pop() >= 4 * step.pages * words
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("fmt", [{"k_bits": 2, "v_bits": 2}, {"k_bits": 3, "v_bits": 3}, {"k_bits": 4, "v_bits": 4},
+                                 {"k_bits": 4, "v_bits": 4, "sink_tokens": 4}, {"k_bits": 8, "v_bits": 8}])
+def test_every_warpgroup_has_items(fmt):
+    """More items than blocks x warpgroups: several warpgroups of a block work side by side, and more than once."""
+    check(cache_of(fmt, lengths=[9000] * 32, head_dim=128, group=8))
