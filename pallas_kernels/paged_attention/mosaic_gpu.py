@@ -346,6 +346,7 @@ class _Worker:
     def __init__(self, call: _Call, inputs: _Inputs, scratch, group, item: _WorkItem, following: _WorkItem):
         self.call, self.step, self.inputs, self.item, self.following = call, call.step, inputs, item, following
         self.num_steps = lax.div(item.end_page - item.first_page + self.step.pages - 1, self.step.pages)
+        self.key_rows = self.step.layout.key_words // (self.step.head_dim // 2)  # rows of a page before its values
         self.q_smem, self.stats_smem = scratch["q_smem"].at[group], scratch["stats_smem"].at[group]
         head_dim, layout = self.step.head_dim, self.step.layout
         (self.keys, self.open_keys, _), (self.values, self.open_values, self.sum_smem) = (
@@ -366,7 +367,7 @@ class _Worker:
             @pl.when(self.num_steps > 0)
             def _():
                 self._fetch(item, item.first_page, self.keys, 0, self.keys_barrier)
-                self._fetch(item, item.first_page, self.values, self.keys.shape[0] // self.step.pages, self.values_barrier)
+                self._fetch(item, item.first_page, self.values, self.key_rows, self.values_barrier)
 
         plgpu.barrier_wait(self.q_barrier)
         # The open page passes through the buffers that the next item's pages would arrive in.
@@ -378,7 +379,7 @@ class _Worker:
 
         @pl.when(ahead)
         def _():  # only now: the sum of the warps went through the values' buffer
-            self._fetch(self.following, self.following.first_page, self.values, self.keys.shape[0] // self.step.pages, self.values_barrier)
+            self._fetch(self.following, self.following.first_page, self.values, self.key_rows, self.values_barrier)
 
         return ahead
 
@@ -456,7 +457,7 @@ class _Worker:
 
         @pl.when(more)
         def _():
-            self._fetch(item, target_page, self.values, self.keys.shape[0] // self.step.pages, self.values_barrier)
+            self._fetch(item, target_page, self.values, self.key_rows, self.values_barrier)
 
         return dataclasses.replace(state, acc=acc, bias=bias)
 
