@@ -1,8 +1,10 @@
 """Bytes, from the configuration alone: what a model's weights and cache occupy, and what one decode step has to read."""
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 
 from moejax.config import LayerConfig, ModelConfig, MoE
@@ -12,7 +14,16 @@ from pallas_kernels.kv_format import KVFormat
 # One for all layers, or one a layer.
 Formats = KVFormat | Sequence[KVFormat]
 
+GIB = 1 << 30
 ROUTER_BYTES = 4  # router weights are float32 whatever the rest is
+
+
+def require_memory(what: str, needed: int) -> None:
+    """Raises ValueError, which says `what` takes so much, when `needed` bytes are more than the default device's memory."""
+    stats = jax.devices()[0].memory_stats() or {}  # a CPU has none: all of the machine's memory
+    held = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > held:
+        raise ValueError(f"{what} takes at least {needed / GIB:,.1f} GiB, the device has {held / GIB:,.1f} GiB")
 
 
 def cache_bytes(config: ModelConfig, kv_format: Formats, *, max_batch: int, num_pages: int) -> dict[str, int]:

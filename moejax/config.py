@@ -9,14 +9,17 @@ from pallas_kernels.fused_router import RouterRule
 
 HiddenAct = Literal["silu", "gelu", "gelu_tanh", "relu", "quick_gelu"]
 HIDDEN_ACTS: tuple[HiddenAct, ...] = get_args(HiddenAct)
+INT32_MAX = 2**31 - 1
 QK_NORMS = ("none", "per_head", "full")
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
-def require_int(name: str, value, least: int = 1) -> None:
-    """Raises ValueError unless `value` is an int (no bool) of at least `least`."""
+def require_int(name: str, value, least: int = 1, most: int = INT32_MAX) -> None:
+    """Raises ValueError unless `value` is an int (no bool) from `least` to `most`: devices count in int32."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+    if value > most:
+        raise ValueError(f"{name}={value}: must be an integer of at most {most}")
 
 
 def require_positive(name: str, value) -> None:
@@ -29,6 +32,14 @@ def require_in(name: str, value, accepted: tuple) -> None:
     """Raises ValueError unless `value` is one of `accepted`."""
     if value not in accepted:
         raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(str, accepted))}")
+
+
+def token_ids(name: str, value) -> tuple[int, ...]:
+    """The ids of a special token's entry: one, several or none (None). Raises ValueError for anything else."""
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for i in ids:
+        require_int(name, i, least=0)
+    return ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +203,9 @@ class ModelConfig:
             raise ValueError("ModelConfig.head_dim=2: must be at least 4 with dynamic RoPE")
         if not isinstance(self.layers, tuple) or not self.layers:
             raise ValueError(f"ModelConfig.layers={self.layers!r}: must be a non-empty tuple of LayerConfig")
+        object.__setattr__(self, "eos_token_ids", token_ids("ModelConfig.eos_token_ids", self.eos_token_ids))
+        if self.bos_token_id is not None:
+            require_int("ModelConfig.bos_token_id", self.bos_token_id, least=0)
         if self.decodable_vocab_size is not None:
             require_int("ModelConfig.decodable_vocab_size", self.decodable_vocab_size)
             if self.decodable_vocab_size > self.vocab_size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 
@@ -18,11 +19,13 @@ import numpy as np
 from moejax import accounting, calibration, decode, kv_schedule, page_table
 from moejax.config import require_int
 from moejax.model import Transformer
-from moejax.requests import Completion, Job, Limits, Prompt, completion, make_jobs
+from moejax.requests import Completion, Job, Limits, Prompt, completion, make_jobs, vocabulary_ids
 from moejax.sampling import SamplingParams
 from moejax.scoring import Scorer
 from moejax.tokenizer import Tokenizer
 from pallas_kernels.kv_format import KVFormat
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -81,6 +84,9 @@ class Engine:
         if limit is not None and max_len > limit:
             raise ValueError(f"{max_len=}: this model's {config.rope.kind!r} RoPE can be cached up to "
                              f"max_position_embeddings={limit} tokens")
+        if max_len > config.max_position_embeddings:
+            log.warning("max_len=%d: exceeds max_position_embeddings=%d, the longest sequence that the model was made for",
+                        max_len, config.max_position_embeddings)
         self.formats = kv_schedule.per_layer(kv_format, config.num_layers)
         calibrated = any(f.needs_calibration for f in self.formats)
         if calibrated and calibration_tokens is None:
@@ -91,13 +97,23 @@ class Engine:
         self.num_pages = max_batch * (max_len // self.formats[0].page_size) if num_pages is None else num_pages
         self.spec, self.params = decode.split(model, self.formats, implementation=implementation)
         self.limits = Limits(config, tokenizer, self.spec.page_size, max_len, self.num_pages)
+        self._require_memory()
         self._decodable = jnp.asarray(self.limits.decodable)
         self._transforms = None
         if calibrated and calibration_tokens is not None:
-            self._transforms = calibration.key_transforms(Scorer(model), self.formats, calibration_tokens)
+            tokens = vocabulary_ids("calibration_tokens", calibration_tokens, config.vocab_size)
+            self._transforms = calibration.key_transforms(Scorer(model), self.formats, tokens)
         self.stats = Stats()
         self._compiled_before = decode.compilations.total()
         self._reset()
+
+    def _require_memory(self) -> None:
+        """Refuses sizes that cannot be held, before anything is allocated."""
+        table = 4 * self.max_batch * (self.max_len // self.spec.page_size + 1)
+        chosen = 4 * self.max_batch * (self.steps_per_segment + 1)
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in ("max_batch", "max_len", "num_pages", "steps_per_segment"))
+        accounting.require_memory(f"{sizes}: the cache with the model's weights", weights + self.cache_bytes + table + chosen)
 
     @property
     def num_compilations(self) -> int:

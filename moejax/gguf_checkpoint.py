@@ -68,7 +68,7 @@ class GGUFSource:
         self.path = path
         try:
             self._reader = _Reader(path)
-        except (ValueError, IndexError, KeyError) as e:
+        except (ValueError, IndexError, KeyError, MemoryError) as e:  # MemoryError: a damaged count
             raise ValueError(f"{path}: not a whole GGUF file ({e})") from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.config = self._read_config()
@@ -94,7 +94,10 @@ class GGUFSource:
                              f"'gpt2' with {', '.join(_PRE_TOKENIZERS)}")
         tokens, types = self._get("tokenizer.ggml.tokens"), self._get("tokenizer.ggml.token_type")
         merges = [tuple(merge.split(" ", 1)) for merge in self._get("tokenizer.ggml.merges")]
-        backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+        try:
+            backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+        except Exception as e:  # the library raises bare Exception
+            raise ValueError(f"{self.path}: tokenizer.ggml.merges do not fit tokenizer.ggml.tokens ({e})") from None
         backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([token for token, kind in zip(tokens, types) if kind in _SPECIAL])

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from moejax.config import DenseMLP, HiddenAct, LayerConfig, ModelConfig, MoE, require_in
+from moejax.config import DenseMLP, HiddenAct, LayerConfig, ModelConfig, MoE, require_in, token_ids
 from moejax.hf_fields import Fields
 from moejax.hf_rope import read_rope, write_rope
 from pallas_kernels.fused_router import RouterRule
@@ -27,7 +27,7 @@ def from_hf(data: dict[str, Any]) -> ModelConfig:
       ValueError: unknown model_type, missing number, contradictory or unsupported switch; the message names it.
     """
     model_type = data.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"config.json: model_type={model_type!r} is not supported; accepted are {', '.join(FAMILIES)}")
     fields = Fields(data)
     config = FAMILIES[model_type].read(fields)
@@ -59,7 +59,6 @@ def _read_common(f: Fields, *, layers: list[LayerConfig], default_theta: float =
     if f.get("head_dim", default=None) is None and hidden_size % num_heads:
         raise ValueError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads} "
                          "and there is no head_dim")
-    eos = f.get("eos_token_id", default=())
     act = f.get("hidden_act", default="silu")
     require_in("config.json: hidden_act", act, tuple(ACTS))
     max_positions = f.int("max_position_embeddings")
@@ -76,7 +75,7 @@ def _read_common(f: Fields, *, layers: list[LayerConfig], default_theta: float =
         tie_word_embeddings=f.flag("tie_word_embeddings", False),
         hidden_act=ACTS[act],
         bos_token_id=f.get("bos_token_id", default=None),
-        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        eos_token_ids=token_ids("config.json: eos_token_id", f.get("eos_token_id", default=None)),
         pad_token_id=f.get("pad_token_id", default=None),
         **switches,
     )
@@ -113,7 +112,7 @@ def _read_qwen3_moe(f: Fields) -> ModelConfig:
     num_layers = f.int("num_hidden_layers")
     window = _qwen_window(f)
     # transformers reads neither of the two in this family: the window holds for every layer. Another reading is refused.
-    below = f.get("max_window_layers", default=num_layers)
+    below = f.int("max_window_layers", default=num_layers, least=0)
     if window is not None and below < num_layers:
         raise ValueError(f"config.json: max_window_layers={below}: qwen3_moe applies sliding_window to all "
                          f"num_hidden_layers={num_layers} layers")
@@ -133,7 +132,8 @@ def _read_qwen2_moe(f: Fields) -> ModelConfig:
     use = f.flag("use_sliding_window", False)
     default = ["sliding_attention" if use and i % 2 == 0 and i < below else "full_attention" for i in range(num_layers)]
     types = f.get("layer_types", default=default)
-    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    good = isinstance(types, list) and all(kind in ("full_attention", "sliding_attention") for kind in types)
+    if not good or len(types) != num_layers:
         raise ValueError(f"config.json: layer_types={types}: must be {num_layers} of full_attention, sliding_attention")
     if "sliding_attention" in types and window is None:
         raise ValueError("config.json: layer_types has sliding_attention, which needs use_sliding_window=true and sliding_window")

@@ -24,11 +24,12 @@ def read_rope(fields, max_position_embeddings: int, default_theta: float) -> Rop
     """
     settings = {key: value for key, value in _settings(fields).items() if value is not None}
     theta = settings.pop("rope_theta", None)
-    kinds = {settings.pop(key) for key in ("rope_type", "type") if key in settings} or {"default"}
-    if len(kinds) > 1:
+    kinds = [settings.pop(key) for key in ("rope_type", "type") if key in settings] or ["default"]
+    for kind in kinds:
+        require_in("config.json: rope_type", kind, ROPE_KINDS)
+    if len(set(kinds)) > 1:
         raise ValueError(f"config.json: RoPE has two types, {', '.join(sorted(kinds))}")
-    kind = kinds.pop()
-    require_in("config.json: rope_type", kind, ROPE_KINDS)
+    kind = kinds[0]
     outer_theta = fields.get("rope_theta", default=None)
     if theta is not None and outer_theta is not None and theta != outer_theta:
         raise ValueError(f"config.json: rope_theta={outer_theta} and rope_theta={theta} of the RoPE parameters disagree")

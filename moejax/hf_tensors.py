@@ -127,7 +127,10 @@ class HFSource:
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
         self.raw_config = read_json(folder / "config.json")
-        self.config: ModelConfig = from_hf(self.raw_config)
+        try:
+            self.config: ModelConfig = from_hf(self.raw_config)
+        except ValueError as e:
+            raise ValueError(f"{folder}: {e}") from None
         self._files = contextlib.ExitStack()
         self._tensors = self._read_headers()
         self._check()
@@ -167,7 +170,9 @@ class HFSource:
         if has_index and has_single:
             raise ValueError(f"{self.folder}: has both {INDEX} and {SINGLE}; remove the one that does not belong")
         if has_index:
-            weight_map = read_json(self.folder / INDEX)["weight_map"]
+            weight_map = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise ValueError(f"{self.folder / INDEX}: must hold a weight_map from tensors to files")
             return sorted(set(weight_map.values())), weight_map
         if has_single:
             return [SINGLE], None

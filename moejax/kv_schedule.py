@@ -15,9 +15,11 @@ from pallas_kernels.kv_format import KVFormat
 
 
 def per_layer(kv_format: KVFormat | Sequence[KVFormat], num_layers: int) -> tuple[KVFormat, ...]:
-    """One format a layer. Raises ValueError for a wrong number of formats, or more than one page size."""
+    """One format a layer. Raises ValueError for anything else, a wrong number of formats, or more than one page size."""
     if isinstance(kv_format, KVFormat):
         return (kv_format,) * num_layers
+    if not isinstance(kv_format, (list, tuple)) or not all(isinstance(f, KVFormat) for f in kv_format):
+        raise ValueError(f"kv_format={kv_format!r}: must be a KVFormat, or a list of one for each of the {num_layers} layers")
     formats = tuple(kv_format)
     if len(formats) != num_layers:
         raise ValueError(f"{len(formats)} KV formats: the model has {num_layers} layers")
@@ -54,7 +56,10 @@ def load(path: str | pathlib.Path, num_layers: int) -> tuple[KVFormat, ...]:
         raise ValueError(f"{path}: must be an object with the keys base, layers and (free text) about")
     base = _format(path, "base", KVFormat(), data.get("base", {}))
     formats = [base] * num_layers
-    for key, fields in data.get("layers", {}).items():
+    layers = data.get("layers", {})
+    if not isinstance(layers, dict):
+        raise ValueError(f"{path}: layers={layers!r}: must be an object of layer numbers")
+    for key, fields in layers.items():
         if not key.isdecimal() or int(key) >= num_layers:
             raise ValueError(f"{path}: layer {key!r}: the model has layers 0 … {num_layers - 1}")
         formats[int(key)] = _format(path, f"layer {key}", base, fields)

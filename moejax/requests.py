@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax import decode, sampling
-from moejax.config import ModelConfig, require_int
+from moejax.config import INT32_MAX, ModelConfig, require_int
 from moejax.sampling import SamplingParams
 from moejax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+MAX_SAMPLES = 1 << 16  # of a prompt: all are queued, and returned together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,15 +99,19 @@ def make_jobs(
     prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], num_samples: int, limits: Limits,
 ) -> list[Job]:
     """One job a sample, in order. Raises ValueError, with the index of the prompt, for what cannot be served."""
-    require_int("num_samples", num_samples)
-    if isinstance(prompts, str):
+    require_int("num_samples", num_samples, most=MAX_SAMPLES)
+    if not isinstance(prompts, (list, tuple)):
         raise ValueError(f"prompts={prompts!r}: must be a list of prompts")
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    if not isinstance(each, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in each):
+        raise ValueError(f"params={params!r}: must be a SamplingParams, or a list of one for each prompt")
     if len(each) != len(prompts):
         raise ValueError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one a prompt")
     jobs = []
     for i, (prompt, p) in enumerate(zip(prompts, each)):
         ids, stop_ids = _encode(i, prompt, limits), _stop_ids(p, limits)
+        if p.seed + num_samples - 1 > INT32_MAX:
+            raise ValueError(f"prompt {i}: seed={p.seed} and {num_samples=}: the last sample's seed must be at most {INT32_MAX}")
         samples = [Job(i, ids, dataclasses.replace(p, seed=p.seed + n), stop_ids, limits.page_size) for n in range(num_samples)]
         _check_fits(samples[0], limits)
         jobs += samples
@@ -126,17 +131,25 @@ def _encode(index: int, prompt: Prompt, limits: Limits) -> tuple[int, ...]:
         if limits.tokenizer is None:
             raise ValueError(f"prompt {index}: is text, but the engine has no tokenizer; pass token ids")
         prompt = limits.tokenizer.encode(prompt)
-    ids = tuple(int(t) for t in prompt)
-    if not ids:
+    if len(ids := vocabulary_ids(f"prompt {index}", prompt, limits.config.vocab_size)) == 0:
         raise ValueError(f"prompt {index}: is empty, at least one token is needed")
-    wrong = next((t for t in ids if not 0 <= t < limits.config.vocab_size), None)
-    if wrong is not None:
-        raise ValueError(
-            f"prompt {index}: token id {wrong}: must be at least 0 and below vocab_size={limits.config.vocab_size}")
     return ids
 
 
+def vocabulary_ids(name: str, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids as a tuple. Raises ValueError naming what is no list, no integer, or outside of the vocabulary."""
+    items = ids.tolist() if hasattr(ids, "tolist") else ids  # an array
+    if isinstance(items, (str, bytes, bytearray)) or not isinstance(items, Sequence):
+        raise ValueError(f"{name}: {ids!r}: must be a list of token ids")
+    if wrong := [t for t in items if isinstance(t, bool) or not isinstance(t, (int, np.integer))]:
+        raise ValueError(f"{name}: token id {wrong[0]!r}: must be an integer")
+    if wrong := [t for t in items if not 0 <= t < vocab_size]:
+        raise ValueError(f"{name}: token id {wrong[0]}: must be at least 0 and below {vocab_size=}")
+    return tuple(map(int, items))
+
+
 def _stop_ids(params: SamplingParams, limits: Limits) -> tuple[int, ...]:
+    vocabulary_ids("SamplingParams.stop_token_ids", params.stop_token_ids, limits.config.vocab_size)
     ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids)))
     if len(ids) > decode.MAX_STOP_IDS:
         raise ValueError(f"{len(ids)} stop ids, end-of-sequence ids included: at most {decode.MAX_STOP_IDS} are accepted")

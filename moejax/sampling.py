@@ -13,8 +13,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moejax.config import require_int
+from moejax.config import require_int, token_ids
 
+FLOAT32_RANGE = (1e-37, 3e38)  # of its normal numbers
 _ONE_BITS = 0x3F800000  # float32 1.0; the bits of non-negative floats are ordered as the floats are
 
 
@@ -49,14 +50,15 @@ class SamplingParams:
         require_int("SamplingParams.max_tokens", self.max_tokens)
         require_int("SamplingParams.top_k", self.top_k, least=0)
         require_int("SamplingParams.seed", self.seed, least=0)
-        if self.seed >= 2**31:
-            raise ValueError(f"SamplingParams.seed={self.seed}: must be below 2**31")
-        _require_range("temperature", self.temperature, 0, math.inf, "a finite number of at least 0")
+        least, most = FLOAT32_RANGE
+        _require_range("temperature", self.temperature, 0, most, f"0, or from {least} to {most}")
+        if self.temperature:  # must not become 0, which is greedy, in float32
+            _require_range("temperature", self.temperature, least, most, f"0, or from {least} to {most}")
         _require_range("top_p", self.top_p, math.ulp(0.0), 1, "above 0 and at most 1")
         _require_range("min_p", self.min_p, 0, 1, "between 0 and 1")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            require_int("SamplingParams.stop_token_ids", token, least=0)
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise ValueError(f"SamplingParams.stop_token_ids={self.stop_token_ids!r}: must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", token_ids("SamplingParams.stop_token_ids", self.stop_token_ids))
 
 
 @jax.tree_util.register_dataclass
@@ -137,5 +139,5 @@ def _threshold(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
 
 
 def _require_range(name: str, value, least: float, most: float, accepted: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most or math.isinf(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(f"SamplingParams.{name}={value!r}: must be {accepted}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tokenizers
 
+from moejax.config import token_ids
 from moejax.hf_tensors import read_json
 
 
@@ -43,17 +44,25 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer ({e})") from None
-        settings = [read_json(folder / name) if (folder / name).is_file() else {}
-                    for name in ("generation_config.json", "config.json")]
-        options = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-        bos_id = _first(s.get("bos_token_id") for s in settings)
+        settings = {name: read_json(folder / name) if (folder / name).is_file() else {}
+                    for name in ("generation_config.json", "config.json", "tokenizer_config.json")}
+        options = settings.pop("tokenizer_config.json")
+        bos_ids = _first(folder, settings, "bos_token_id")
+        if len(bos_ids) > 1:
+            raise ValueError(f"{folder}: bos_token_id={list(bos_ids)}: must be one id")
+        bos_id = bos_ids[0] if bos_ids else None
         if bos_id is None and options.get("bos_token"):
             token = options["bos_token"]
-            bos_id = backend.token_to_id(token["content"] if isinstance(token, dict) else token)
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str):
+                raise ValueError(f"{folder / 'tokenizer_config.json'}: bos_token={token!r}: must be text, or hold it as content")
+            bos_id = backend.token_to_id(text)
         add_bos = options.get("add_bos_token")
         if add_bos is None:  # the post-processor decides
             add_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
-        return cls(backend, bos_id=bos_id, eos_ids=as_ids(_first(s.get("eos_token_id") for s in settings)), add_bos=add_bos)
+        if not isinstance(add_bos, bool):
+            raise ValueError(f"{folder / 'tokenizer_config.json'}: add_bos_token={add_bos!r}: must be true or false")
+        return cls(backend, bos_id=bos_id, eos_ids=_first(folder, settings, "eos_token_id"), add_bos=add_bos)
 
     @property
     def vocab_size(self) -> int:
@@ -97,12 +106,9 @@ class Tokenizer:
         self.backend.save(str(pathlib.Path(folder) / "tokenizer.json"))
 
 
-def as_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The ids of an `eos_token_id` entry: one, several or none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _first(values):
-    return next((value for value in values if value is not None), None)
+def _first(folder: pathlib.Path, settings: dict[str, dict], key: str) -> tuple[int, ...]:
+    """The ids under `key` of the first file that has them."""
+    for name, values in settings.items():
+        if values.get(key) is not None:
+            return token_ids(f"{folder / name}: {key}", values[key])
+    return ()

@@ -152,6 +152,19 @@ def test_index_that_names_the_wrong_file(sharded):
         load(sharded)
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {"model.norm.weight": 3}}])
+def test_an_index_without_a_map_of_files(sharded, index):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json: must hold a weight_map"):
+        load(sharded)
+
+
+def test_a_bad_config_is_named_with_its_folder(folder):
+    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
+    with pytest.raises(ValueError, match=f"{folder}: config.json: model_type='gpt_oss'"):
+        load(folder)
+
+
 def test_index_beside_a_single_file(sharded):
     shutil.copy(next(sharded.glob("*.safetensors")), sharded / "model.safetensors")
     with pytest.raises(ValueError, match="has both"):

@@ -28,6 +28,8 @@ def test_json_round_trip(family):
     ({"head_dim": 5}, "head_dim=5"),
     ({"head_dim": 2, "rope": RopeConfig(kind="dynamic", factor=2.0)}, "head_dim=2"),
     ({"layers": ()}, "layers"),
+    ({"eos_token_ids": ("x",)}, "eos_token_ids='x'"),
+    ({"vocab_size": 2**31}, "vocab_size=2147483648"),
     ({"layers": [LAYER]}, "layers"),
     ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),

@@ -124,6 +124,15 @@ def test_a_sequence_can_fill_the_cache_exactly(engine):
     ([[3], [4]], [SamplingParams()], {}, "1 SamplingParams for 2 prompts"),
     ([[3]], SamplingParams(stop_token_ids=tuple(range(17))), {}, "17 stop ids.*at most 16"),
     ([[3]], SamplingParams(), {"num_samples": 0}, "num_samples=0"),
+    ([[3]], SamplingParams(), {"num_samples": 10**9}, "num_samples=1000000000.*at most 65536"),
+    ([[3]], SamplingParams(seed=2**31 - 2), {"num_samples": 3}, "prompt 0: seed=2147483646 and num_samples=3"),
+    ([[3]], SamplingParams(stop_token_ids=(tiny.VOCAB,)), {}, "stop_token_ids: token id 101.*vocab_size=101"),
+    ([[3], [5.7]], SamplingParams(), {}, "prompt 1: token id 5.7: must be an integer"),
+    ([[True]], SamplingParams(), {}, "prompt 0: token id True"), ([b"ab"], SamplingParams(), {}, "prompt 0: b'ab'.*list"),
+    ([[2**40]], SamplingParams(), {}, "prompt 0: token id 1099511627776"),
+    ([3], SamplingParams(), {}, "prompt 0: 3: must be a list"),
+    (None, SamplingParams(), {}, "prompts=None"), ([[3]], None, {}, "params=None.*SamplingParams"),
+    ([[3]], [None], {}, "params=.None.*SamplingParams"),
 ])
 def test_bad_requests_are_refused_before_any_work(engine, prompts, params, kwargs, words):
     engine.stats.prefill_tokens = 0
@@ -142,10 +151,34 @@ def test_a_request_larger_than_the_pool_is_refused():
     ({"steps_per_segment": 0}, "steps_per_segment=0"), ({"calibration_tokens": None}, "8ch@8.*calibration_tokens"),
     ({"calibration_tokens": [3]}, r"len\(calibration_tokens\)=1"),
     ({"kv_format": KVFormat(k_bits=2, outlier_channels=16)}, "outlier_channels=16.*head_dim=16"),
+    ({"calibration_tokens": [3, tiny.VOCAB]}, "calibration_tokens: token id 101.*vocab_size=101"),
+    ({"kv_format": None}, "kv_format=None.*KVFormat"), ({"kv_format": "k4v4"}, "kv_format='k4v4'.*KVFormat"),
+    ({"max_batch": 2**31}, "max_batch=2147483648"), ({"max_batch": 10**9}, "max_batch=1000000000,.*takes at least.*GiB"),
+    ({"max_len": 2**31 - 1, "num_pages": None}, "max_len=2147483647,.*takes at least"),
+    ({"num_pages": 2**31 - 1}, "num_pages=2147483647,.*takes at least"),
+    ({"max_batch": 1000, "steps_per_segment": 2**31 - 1}, "steps_per_segment=2147483647: the cache with .* takes at least"),
 ])
 def test_bad_engines_are_refused_by_name(kwargs, words):
     with pytest.raises(ValueError, match=words):
         new_engine(**kwargs)
+
+
+def test_a_device_too_small_is_named_with_both_sizes(monkeypatch):
+    monkeypatch.setattr(jax.Device, "memory_stats", lambda self: {"bytes_limit": 1 << 10}, raising=False)
+    with pytest.raises(ValueError, match=r"max_batch=3, .*takes at least 0\.0 GiB, the device has 0\.0 GiB"):
+        new_engine()
+
+
+def test_sequences_longer_than_the_model_was_made_for_are_said(caplog):
+    new_engine(max_len=512)
+    assert not caplog.records
+    new_engine(max_len=513)
+    assert "max_len=513" in caplog.text and "max_position_embeddings=512" in caplog.text
+
+
+def test_arrays_of_token_ids_are_prompts(engine, alone):
+    done = engine.generate([np.asarray(PROMPTS[1]), jax.numpy.asarray(PROMPTS[2])], MIXED[1:3])
+    assert [c.token_ids for c in done] == alone[1:3]
 
 
 def test_positions_that_dynamic_rope_cannot_cache_are_refused():

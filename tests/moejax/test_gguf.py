@@ -43,7 +43,8 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def write_gguf(path, model: Transformer, *, drop=(), extra=(), quantise=None, architecture="llama", pre="gpt-2", **settings):
+def write_gguf(path, model: Transformer, *, drop=(), extra=(), quantise=None, architecture="llama", pre="gpt-2",
+               merges=None, **settings):
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
@@ -65,7 +66,7 @@ def write_gguf(path, model: Transformer, *, drop=(), extra=(), quantise=None, ar
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(merge) for merge in json.loads(tk.to_str())["model"]["merges"]])
+    writer.add_token_merges(merges or [" ".join(merge) for merge in json.loads(tk.to_str())["model"]["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     for name, tensor in extra:
@@ -143,6 +144,7 @@ def test_quantised_tensors_are_close(tmp_path):
     ({"add_rope_dimension_count": 8}, "rope.dimension_count=8"),
     ({"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "'yarn'"),
     ({"pre": "tekken"}, "'tekken'"),
+    ({"merges": ["\n 9zq"]}, "tokenizer.ggml.merges do not fit"),
 ])
 def test_refused_by_name(options, named, tmp_path):
     write_gguf(tmp_path / "model.gguf", random_model(CONFIG), **options)

@@ -85,6 +85,9 @@ def test_defaults_of_absent_heads():
 @pytest.mark.parametrize("family, changes, named", [
     ("llama", {"model_type": "gpt_oss"}, "model_type='gpt_oss'"),
     ("llama", {"model_type": ...}, "model_type=None"),
+    ("llama", {"model_type": ["llama"]}, "model_type="), ("llama", {"rope_scaling": {"type": ["linear"]}}, "rope_type="),
+    ("llama", {"eos_token_id": "x"}, "eos_token_id='x'"), ("llama", {"bos_token_id": "x"}, "bos_token_id='x'"),
+    ("qwen2_moe", {"layer_types": 3}, "layer_types=3"), ("qwen3_moe", {"max_window_layers": "x"}, "max_window_layers='x'"),
     ("llama", {"logit_softcap": 30.0}, "logit_softcap=30.0"),
     ("llama", {"sliding_window": 8}, "sliding_window=8"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -30,7 +30,8 @@ def test_means_and_names():
 @pytest.mark.parametrize(("text", "message"), [
     ("nonsense", "not a JSON file"), ('{"bas": {}}', "keys base, layers"), ('{"base": {"k_bit": 3}}', "k_bit"),
     ('{"base": {"k_bits": 5}}', "base: KVFormat.k_bits=5"), ('{"layers": {"7": {}}}', "layer '7'"),
-    ('{"layers": {"x": {}}}', "layer 'x'"), ('{"layers": {"1": {"page_size": 64}}}', "one page size")])
+    ('{"layers": {"x": {}}}', "layer 'x'"), ('{"layers": {"1": {"page_size": 64}}}', "one page size"),
+    ('{"layers": [{}]}', "layers=.*object of layer numbers")])
 def test_bad_files_are_named(tmp_path, text, message):
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(ValueError, match=message):

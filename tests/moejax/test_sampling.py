@@ -114,7 +114,11 @@ def test_extreme_temperatures_stay_finite():
     ({"temperature": float("nan")}, "temperature=nan"),
     ({"temperature": float("inf")}, "temperature=inf"), ({"top_k": -1}, "top_k=-1"), ({"top_p": 0.0}, "top_p=0.0"),
     ({"top_p": 1.5}, "top_p=1.5"), ({"min_p": -0.1}, "min_p=-0.1"), ({"seed": -1}, "seed=-1"), ({"seed": 2**31}, "seed=2147483648"),
-    ({"stop_token_ids": (-2,)}, "stop_token_ids=-2"), ({"max_tokens": 2.5}, "max_tokens=2.5"), ({"top_p": True}, "top_p=True"),
+    ({"stop_token_ids": (-2,)}, "stop_token_ids=-2"), ({"stop_token_ids": (2**31,)}, "stop_token_ids=2147483648"),
+    ({"stop_token_ids": 7}, "stop_token_ids=7.*list"), ({"stop_token_ids": "77"}, "stop_token_ids='77'.*list"),
+    ({"top_k": 2**31}, "top_k=2147483648.*at most 2147483647"), ({"temperature": 1e39}, r"temperature=1e\+39.*3e\+38"),
+    ({"temperature": 1e-39}, "temperature=1e-39.*1e-37"), ({"temperature": False}, "temperature=False"),
+    ({"max_tokens": 2.5}, "max_tokens=2.5"), ({"top_p": True}, "top_p=True"),
 ])
 def test_bad_values_are_refused_by_name(fields, words):
     with pytest.raises(ValueError, match=words):

@@ -31,6 +31,22 @@ def write(folder, name, **content):
     (folder / name).write_text(json.dumps(content))
 
 
+@pytest.mark.parametrize("name, content, words", [
+    ("generation_config.json", {"eos_token_id": "x"}, "generation_config.json: eos_token_id='x'"),
+    ("config.json", {"eos_token_id": [0, 2.5]}, "config.json: eos_token_id=2.5"),
+    ("config.json", {"eos_token_id": 2**31}, "config.json: eos_token_id=2147483648"),
+    ("generation_config.json", {"bos_token_id": "<s>"}, "generation_config.json: bos_token_id='<s>'"),
+    ("generation_config.json", {"bos_token_id": [0, 1]}, r"bos_token_id=\[0, 1\]: must be one id"),
+    ("tokenizer_config.json", {"bos_token": {"text": "<s>"}}, "tokenizer_config.json: bos_token="),
+    ("tokenizer_config.json", {"bos_token": 5}, "tokenizer_config.json: bos_token=5"),
+    ("tokenizer_config.json", {"add_bos_token": "yes"}, "tokenizer_config.json: add_bos_token='yes'"),
+])
+def test_settings_of_a_wrong_type_are_refused_with_their_file(folder, name, content, words):
+    write(folder, name, **content)
+    with pytest.raises(ValueError, match=words):
+        Tokenizer.from_folder(folder)
+
+
 def test_round_trip_of_any_text(folder):
     tk = Tokenizer.from_folder(folder)
     for text in (TEXT, "", "日本語 \U0001f600\t\x00", " leading and trailing  "):
