@@ -130,7 +130,7 @@ PRESETS: dict[str, Preset] = {
                         "64 sinks cost 0.09 bits at 32k", **_LEAN),
     "moejax-2.75": _ours(2, 2, 3 / 8, "as moejax-2.5, with key ranges for every 32 tokens", k_group=32, **_LEAN),
     "moejax-2.5-fast": _ours(2, 2, 1 / 8, "what the Hopper kernel reads at 2.5 bits: bfloat16 scales, one key range a page"),
-    "moejax-2.75-fast": _ours(2, 2, 3 / 8, "what the Hopper kernel reads at 2.75 bits: the next bits buy most as 4-bit key channels"),
+    "moejax-2.75-fast": _ours(2, 2, 3 / 8, "what the Hopper kernel reads at 2.75 bits: the next bits buy most as 4-bit channels"),
     "moejax-3.25": _ours(2, 3, 3 / 8, "with 3/8 of the key channels at 4 bits, values become the larger error: a third bit there"),
     "moejax-4.25": _ours(4, 3, 1 / 8, "3-bit values cost less than 4-bit keys: their bits go to the strongest key directions, at 8",
                          outlier_bits=8),
