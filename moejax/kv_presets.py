@@ -82,7 +82,7 @@ def _naive(bits: int) -> Preset:
 def _ours(k_bits: int, v_bits: int, outlier_fraction: float, why: str, **more) -> Preset:
     return Preset(
         fields={"k_bits": k_bits, "v_bits": v_bits, "outlier_bits": 4, "k_rotation": "calibrated",
-                "v_rotation": "hadamard", "sink_tokens": 4} | more,
+                "v_rotation": "hadamard", "sink_tokens": 4, **more},
         outlier_fraction=outlier_fraction, shares=why, differs="it is ours: chosen from the sweep in experiments/results")
 
 

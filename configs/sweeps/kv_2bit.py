@@ -1,6 +1,6 @@
 """Two-bit keys: what moves the error below 2.75 effective bits, each point with rotated values and the calibrated key rotation.
 
-Scales of 8 bits and values without zero points cost no quality and pay for more promoted key channels; then what sinks, recent
+Scales of 8 bits and values without zero points cost a little and pay for more promoted key channels; then what sinks, recent
 pages at 16 bits, groups of keys within a page and a third bit for values bring. `moejax-2.5` and `moejax-2.75` come from here.
 
 Expected: about 35 minutes on one core with --checkpoint=data/raw/SmolLM2-135M-Instruct.Q4_1.gguf --context=2048 --windows=2

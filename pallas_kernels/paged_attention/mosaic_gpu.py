@@ -40,6 +40,7 @@ SPLIT_PAGES = 16
 MAX_QUERY_ROWS = 64  # queries times query heads of a KV head
 SMEM_BYTES = 227 * 1024
 _LOG2E = math.log2(math.e)
+_SUM_ROWS = 2 * QUERY_ROWS  # rows of 2 H bytes that the sum [H, 8] of one warp takes, in float32
 _MERGED_AT_ONCE = 8
 _MERGED_CHANNELS = 64
 # Score of a hidden token. A power of two, so that products with it are exact, and far enough from the float32 limit for sums.
@@ -158,9 +159,8 @@ def _refuse(q, kv_format: KVFormat, open_k, rows: int) -> None:
 
 def _buffer_rows(step: Step, words: int) -> int:
     """Rows of 2 H bytes that one warpgroup needs for its pages' `words` each, or for an open tile, or for the warps' sums."""
-    a_warps_sum = 2 * QUERY_ROWS
-    rows = max(step.pages * words // (step.head_dim // 2), OPEN_TOKENS, WARPS * a_warps_sum)
-    return cdiv(rows, a_warps_sum) * a_warps_sum
+    rows = max(step.pages * words // (step.head_dim // 2), OPEN_TOKENS, WARPS * _SUM_ROWS)
+    return cdiv(rows, _SUM_ROWS) * _SUM_ROWS
 
 
 def _smem_bytes(kv_format: KVFormat, head_dim: int, tuning: Tuning) -> int:
@@ -240,7 +240,7 @@ def _buffers(step: Step, groups: int, words: int) -> plgpu.RefUnion:
     rows, head_dim = _buffer_rows(step, words), step.head_dim
     return plgpu.RefUnion(
         plgpu.SMEM((groups, rows, head_dim // 2), jnp.uint32), plgpu.SMEM((groups, rows, head_dim), jnp.bfloat16),
-        plgpu.SMEM((groups, rows // (2 * QUERY_ROWS), head_dim, QUERY_ROWS), jnp.float32))
+        plgpu.SMEM((groups, rows // _SUM_ROWS, head_dim, QUERY_ROWS), jnp.float32))
 
 
 @dataclasses.dataclass
