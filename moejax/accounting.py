@@ -37,7 +37,7 @@ def cache_bytes(config: ModelConfig, kv_format: Formats, *, max_batch: int, num_
     for f in per_layer(kv_format, config.num_layers):
         token = 2 * config.head_dim * jnp.dtype(f.open_dtype).itemsize
         total["pages"] += max(num_pages, 1) * f.page_layout(config.head_dim).page_bytes
-        total["open"] += max_batch * f.page_size * token
+        total["open"] += max_batch * f.open_tokens * token
         total["sinks"] += max_batch * f.sink_tokens * token
         if f.needs_calibration:
             total["transforms"] += config.head_dim * 4 * (2 * config.head_dim if f.k_rotation == "calibrated" else 1)
@@ -45,7 +45,7 @@ def cache_bytes(config: ModelConfig, kv_format: Formats, *, max_batch: int, num_
 
 
 def sequence_bytes(config: ModelConfig, kv_format: Formats, tokens: int) -> int:
-    """Cache bytes that one sequence of `tokens` tokens occupies: closed pages, its open page, its sinks; all layers."""
+    """Cache bytes that one sequence of `tokens` tokens occupies: closed pages, its open pages, its sinks; all layers."""
     return config.num_kv_heads * sum(
         f.page_layout(config.head_dim).sequence_bytes(tokens) for f in per_layer(kv_format, config.num_layers))
 
@@ -121,7 +121,7 @@ def _expected_expert_bytes(config: ModelConfig, layer: LayerConfig, batch: int, 
 def _read_bytes(config: ModelConfig, kv_format: KVFormat, layer: LayerConfig, kv_len: int) -> int:
     """Cache bytes that one query at the end of `kv_len` tokens reads in one layer: visible closed pages, open tokens, sinks."""
     layout, page_size = kv_format.page_layout(config.head_dim), kv_format.page_size
-    closed = max(kv_len - 1, 0) // page_size
+    closed = kv_format.closed_pages(kv_len)
     first = 0 if layer.sliding_window is None else max(kv_len - layer.sliding_window, 0)
     token = 2 * config.head_dim * jnp.dtype(kv_format.open_dtype).itemsize
     open_tokens = kv_len - max(closed * page_size, first)

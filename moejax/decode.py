@@ -155,7 +155,7 @@ def insert(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def copy_slot(state: DecodeState, source: jax.Array, target: jax.Array) -> DecodeState:
-    """Copies the open page, the sinks and the length of slot `source` to `target`; `page_table.fork` shares the pages."""
+    """Copies the open pages, the sinks and the length of slot `source` to `target`; `page_table.fork` shares the pages."""
     compilations["copy_slot"] += 1
     caches = tuple(kv_cache.put_slot(c, kv_cache.take_slot(c, source), target) for c in state.caches)
     return dataclasses.replace(state, caches=caches, kv_lens=state.kv_lens.at[target].set(state.kv_lens[source]))

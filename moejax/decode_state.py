@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moejax import kv_cache, kv_schedule, sampling
+from moejax import kv_cache, kv_schedule, page_table, sampling
 from moejax.config import ModelConfig
 from moejax.kv_cache import KeyTransform, LayerKV
 from moejax.model import Transformer
@@ -42,6 +42,15 @@ class DecodeSpec:
     def page_size(self) -> int:
         """Tokens a page, of all layers."""
         return self.formats[0].page_size
+
+    @property
+    def open_pages(self) -> int:
+        """Open pages of a sequence; of layers that differ, the fewest: that many need no page of the pool."""
+        return min(f.open_pages for f in self.formats)
+
+    def closed_pages(self, num_tokens: int) -> int:
+        """Pages of the pool that a sequence of `num_tokens` tokens needs."""
+        return page_table.closed_pages(num_tokens, self.page_size, self.open_pages)
 
     @functools.cached_property
     def _hash(self) -> int:

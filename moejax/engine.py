@@ -94,9 +94,9 @@ class Engine:
                              "text, pass calibration_tokens")
         self.config, self.tokenizer = config, tokenizer
         self.max_batch, self.max_len, self.steps_per_segment = max_batch, max_len, steps_per_segment
-        self.num_pages = max_batch * (max_len // self.formats[0].page_size) if num_pages is None else num_pages
         self.spec, self.params = decode.split(model, self.formats, implementation=implementation)
-        self.limits = Limits(config, tokenizer, self.spec.page_size, max_len, self.num_pages)
+        self.num_pages = max_batch * self.spec.closed_pages(max_len) if num_pages is None else num_pages
+        self.limits = Limits(config, tokenizer, self.spec, max_len, self.num_pages)
         self._require_memory()
         self._decodable = jnp.asarray(self.limits.decodable)
         self._transforms = None
@@ -160,7 +160,7 @@ class Engine:
         """Compiles everything that `generate` will need, then sets `stats` back."""
         for length in decode.piece_lengths(self.spec.page_size):
             length = min(length, self.max_len - 1)
-            if length and (length + 1) // self.spec.page_size <= self.num_pages:
+            if length and self.spec.closed_pages(length + 1) <= self.num_pages:
                 self.generate([[0] * length], SamplingParams(max_tokens=2, ignore_eos=True))
         self.stats = Stats()
 
@@ -168,7 +168,7 @@ class Engine:
         self._state = decode.init_state(self.spec, max_batch=self.max_batch, num_pages=self.num_pages, max_len=self.max_len,
                                         transforms=self._transforms)
         self._table = page_table.create(max_batch=self.max_batch, num_pages=self.num_pages, max_len=self.max_len,
-                                        page_size=self.spec.page_size)
+                                        page_size=self.spec.page_size, open_pages=self.spec.open_pages)
 
     def _admit(self, waiting: collections.deque[Job], running: dict[int, Job], start: float) -> None:
         """Prefills and inserts waiting jobs, in order, while there are slots and pages for them."""
@@ -179,7 +179,7 @@ class Engine:
             self._insert(slot, job, logits, running, start)
             self.stats.prefill_ms += 1e3 * (time.perf_counter() - began)
             self.stats.prefill_tokens += len(job.prompt)
-            shared = len(job.prompt) // self.spec.page_size
+            shared = self.spec.closed_pages(len(job.prompt))
             while (waiting and slot in running and waiting[0].prompt_index == job.prompt_index
                    and self._has_room(running, job.max_pages - shared)):
                 self._fork(slot, waiting.popleft(), logits, running, start)

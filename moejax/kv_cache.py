@@ -1,9 +1,10 @@
-"""The paged KV cache of one layer: append to the open page, attend, close pages that filled.
+"""The paged KV cache of one layer: append to the newest open page, attend, close pages that are due.
 
-A sequence of n tokens has n // page_size closed pages (quantised, in the pool that all sequences share), one open page
-(unquantised, one a slot) and, if the format asks for them, its first tokens once more as unquantised sinks. A page closes
-*after* the attention of the token that fills it, so what a query sees depends on its position alone: not on how the prompt was
-cut into pieces, nor on whether the token came from the prompt or was generated.
+The last `open_pages` pages of a sequence, one by default, are open: unquantised, in a ring that each slot has. The pages before
+them are closed: quantised, in the pool that all sequences share. If the format asks for them, the first tokens are kept once
+more as unquantised sinks. The oldest open page closes *after* the attention of the token that fills the newest, so what a query
+sees depends on its position alone: not on how the prompt was cut into pieces, nor on whether the token came from the prompt or
+was generated.
 
 Keys and queries are rotated and permuted, values rotated, on their way in; the attention output is rotated back. Their products
 stay what they are, so nothing below this module knows of it. Layers may have different formats; their page size is the same.
@@ -46,8 +47,8 @@ class LayerKV:
 
     Attributes:
       pages: uint32 [P, K, words], closed pages; which sequence owns which is the page table's business.
-      open_k, open_v: [B, K, Z, H] bfloat16 (float32 when the cache is exact), the page that each slot is filling. Tokens from
-        kv_lens % Z on are garbage.
+      open_k, open_v: [B, K, Zo, H] bfloat16 (float32 when the cache is exact), Zo = `KVFormat.open_tokens`: the open pages of
+        each slot. Token s lies at s % Zo; places that no token of the open pages has are garbage.
       sink_k, sink_v: [B, K, S, H] as the open pages, the first S tokens of each slot; None when the format has no sinks.
       transform: order of the key channels.
     """
@@ -67,7 +68,7 @@ class Placement:
     Attributes:
       block_table: int32 [B, J] page ids, INVALID (-1) where there is none.
       kv_lens: int32 [B], tokens in each sequence before this call.
-      q_lens: int32 [B], new tokens of each row, 0 for a row that sits out. They fit into its open page.
+      q_lens: int32 [B], new tokens of each row, 0 for a row that sits out. They fit into its newest page.
     """
 
     block_table: jax.Array
@@ -95,7 +96,7 @@ def init_layer(
     sinks = kv_format.sink_tokens
     return LayerKV(
         pages=jnp.zeros((num_pages, num_kv_heads, words), jnp.uint32),
-        open_k=rows(kv_format.page_size), open_v=rows(kv_format.page_size),
+        open_k=rows(kv_format.open_tokens), open_v=rows(kv_format.open_tokens),
         sink_k=rows(sinks) if sinks else None, sink_v=rows(sinks) if sinks else None,
         transform=KeyTransform() if transform is None else transform)
 
@@ -114,10 +115,9 @@ def append(cache: LayerKV, k: jax.Array, v: jax.Array, where: Placement, *, kv_f
     """
     k = stored_keys(k, kv_format, cache.transform)
     v = rotate(v, kv_format.v_rotation, kv_format.rotation_block)
-    page_offset = where.kv_lens % kv_format.page_size
+    offset = where.kv_lens % kv_format.open_tokens
     cache = dataclasses.replace(
-        cache, open_k=_write(cache.open_k, k, page_offset, where.q_lens),
-        open_v=_write(cache.open_v, v, page_offset, where.q_lens))
+        cache, open_k=_write(cache.open_k, k, offset, where.q_lens), open_v=_write(cache.open_v, v, offset, where.q_lens))
     if cache.sink_k is None or cache.sink_v is None:
         return cache
     return dataclasses.replace(
@@ -153,7 +153,8 @@ def attend(
 def close_filled(
     caches: Sequence[LayerKV], where: Placement, *, formats: Sequence[KVFormat], implementation: str | None = None,
 ) -> tuple[LayerKV, ...]:
-    """Closes, in all layers, the open page of every row whose q_lens new tokens filled it. Call it after the last layer.
+    """Closes, in all layers, the oldest open page of every row whose q_lens new tokens filled its newest. Call it after the last
+    layer.
 
     A loop over the rows that filled, none of them in most steps: no row, no work, and the pools are updated in place. A row
     whose page the block table does not name is left alone, so that no other sequence's page can be overwritten. Layers of one
@@ -162,33 +163,45 @@ def close_filled(
     Returns:
       The caches, same order.
     """
-    page_size = formats[0].page_size
-    ends = where.kv_lens + where.q_lens
-    index = jnp.maximum(ends - 1, 0) // page_size
-    page_ids = jnp.take_along_axis(where.block_table, index[:, None], axis=1)[:, 0]
-    filled = (where.q_lens > 0) & (ends % page_size == 0) & (page_ids >= 0)
-    order = jnp.argsort(~filled, stable=True)
     layers_of: dict[KVFormat, list[int]] = {}
     for layer, kv_format in enumerate(formats):
         layers_of.setdefault(kv_format, []).append(layer)
+    new = list(caches)
+    for kv_format, layers in layers_of.items():
+        pools = _close_layers([caches[layer] for layer in layers], where, kv_format, implementation)
+        for layer, pages in zip(layers, pools):
+            new[layer] = dataclasses.replace(caches[layer], pages=pages)
+    return tuple(new)
 
-    open_pages = tuple((c.open_k, c.open_v) for c in caches)
+
+def _close_layers(
+    caches: Sequence[LayerKV], where: Placement, kv_format: KVFormat, implementation: str | None,
+) -> tuple[jax.Array, ...]:
+    """The pools of layers of one format with the pages in them that are due."""
+    page_size = kv_format.page_size
+    ends = where.kv_lens + where.q_lens
+    oldest = ends // page_size - kv_format.open_pages
+    page_ids = jnp.take_along_axis(where.block_table, jnp.maximum(oldest, 0)[:, None], axis=1)[:, 0]
+    due = (where.q_lens > 0) & (ends % page_size == 0) & (oldest >= 0) & (page_ids >= 0)
+    order = jnp.argsort(~due, stable=True)
+    opened = tuple((c.open_k, c.open_v) for c in caches)
 
     def close_row(i: jax.Array, pools: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # With one slot nothing below depends on i, and XLA would move all of it in front of the loop: into every step.
-        i, barred = jax.lax.optimization_barrier((i, open_pages))
-        row, new = order[i], list(pools)
-        for kv_format, layers in layers_of.items():
-            open_k, open_v = (jnp.stack([jax.lax.dynamic_index_in_dim(barred[layer][part], row, keepdims=False)
-                                         for layer in layers]) for part in (0, 1))
-            num_sinks = jnp.where(index[row] == 0, kv_format.sink_tokens, 0)
-            words = close_page(open_k, open_v, kv_format=kv_format, num_sinks=num_sinks, implementation=implementation)
-            for at, layer in enumerate(layers):
-                new[layer] = jax.lax.dynamic_update_index_in_dim(pools[layer], words[at], page_ids[row], 0)
-        return tuple(new)
+        i, barred = jax.lax.optimization_barrier((i, opened))
+        row = order[i]
+        start = oldest[row] % kv_format.open_pages * page_size
 
-    pools = jax.lax.fori_loop(0, jnp.sum(filled, dtype=jnp.int32), close_row, tuple(c.pages for c in caches))
-    return tuple(dataclasses.replace(c, pages=pool) for c, pool in zip(caches, pools))
+        def page(buffer: jax.Array) -> jax.Array:
+            buffer = jax.lax.dynamic_index_in_dim(buffer, row, keepdims=False)
+            return jax.lax.dynamic_slice_in_dim(buffer, start, page_size, axis=1)
+
+        k, v = (jnp.stack([page(layer[part]) for layer in barred]) for part in (0, 1))
+        num_sinks = jnp.where(oldest[row] == 0, kv_format.sink_tokens, 0)
+        words = close_page(k, v, kv_format=kv_format, num_sinks=num_sinks, implementation=implementation)
+        return tuple(jax.lax.dynamic_update_index_in_dim(pool, words[at], page_ids[row], 0) for at, pool in enumerate(pools))
+
+    return jax.lax.fori_loop(0, jnp.sum(due, dtype=jnp.int32), close_row, tuple(c.pages for c in caches))
 
 
 def take_slot(cache: LayerKV, slot: jax.Array) -> LayerKV:

@@ -1,7 +1,7 @@
 """The host's book of pages: who owns which page of the pool. Pure functions over a frozen value; nothing here touches a device.
 
 Only closed pages live in the pool, and a closed page never changes: sharing one is a reference count, and there is no
-copy-on-write. A sequence of n tokens owns n // page_size pages; pages can be allocated ahead of the tokens.
+copy-on-write. A sequence of n tokens owns the pages that are closed then, `closed_pages`; they can be allocated ahead.
 """
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ class PageTable:
       ref_counts: int32 [P]; how many rows name each page; 0 is free.
       kv_lens: int32 [B]; tokens in each slot's sequence.
       page_size: tokens a page.
+      open_pages: last pages of a sequence that are not in the pool, the one being filled included; of layers that differ, the
+        fewest. (Layers with more may close a page when it is shared already: every owner writes the same words.)
 
     Invariants: ref_counts[p] equals the number of entries of block_table that are p; no row names a page twice; a row's pages
-    cover its closed tokens, that is kv_lens // page_size <= pages of the row.
+    cover its closed tokens, that is closed_pages(kv_lens) <= pages of the row.
     """
 
     block_table: np.ndarray
     ref_counts: np.ndarray
     kv_lens: np.ndarray
     page_size: int
+    open_pages: int = 1
+
+    def closed_pages(self, num_tokens: int) -> int:
+        """See `closed_pages`."""
+        return closed_pages(num_tokens, self.page_size, self.open_pages)
 
     @property
     def num_free(self) -> int:
@@ -45,18 +52,23 @@ class PageTable:
         return int(np.count_nonzero(self.block_table[slot] != INVALID))
 
 
-def create(*, max_batch: int, num_pages: int, max_len: int, page_size: int) -> PageTable:
+def closed_pages(num_tokens: int, page_size: int, open_pages: int) -> int:
+    """Pages that a sequence of `num_tokens` tokens has closed: the oldest open page closes when the newest is full."""
+    return max(num_tokens // page_size + 1 - open_pages, 0)
+
+
+def create(*, max_batch: int, num_pages: int, max_len: int, page_size: int, open_pages: int = 1) -> PageTable:
     """An empty table: `max_batch` slots of sequences of up to `max_len` tokens, `num_pages` pages.
 
     Raises:
       ValueError: a size below 1 (`num_pages` may be 0: sequences shorter than a page own none).
     """
     for name, value, least in (("max_batch", max_batch, 1), ("num_pages", num_pages, 0), ("max_len", max_len, 1),
-                               ("page_size", page_size, 1)):
+                               ("page_size", page_size, 1), ("open_pages", open_pages, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: must be at least {least}")
     return PageTable(np.full((max_batch, cdiv(max_len, page_size)), INVALID, np.int32), np.zeros(num_pages, np.int32),
-                     np.zeros(max_batch, np.int32), page_size)
+                     np.zeros(max_batch, np.int32), page_size, open_pages)
 
 
 def allocate(table: PageTable, slot: int, num_tokens: int) -> PageTable:
@@ -66,8 +78,8 @@ def allocate(table: PageTable, slot: int, num_tokens: int) -> PageTable:
       ValueError: more tokens than a row of the block table can hold.
       OutOfPages: the pool has too few free pages; the table is as before.
     """
-    owned, needed = table.num_owned(slot), num_tokens // table.page_size
-    if needed > table.block_table.shape[1]:
+    owned, needed = table.num_owned(slot), table.closed_pages(num_tokens)
+    if num_tokens > table.block_table.shape[1] * table.page_size:
         raise ValueError(f"{num_tokens=} of slot {slot}: at most {table.block_table.shape[1] * table.page_size} fit into "
                          f"{table.block_table.shape[1]} pages of {table.page_size} tokens")
     if needed <= owned:
@@ -86,23 +98,24 @@ def append(table: PageTable, slot: int, num_tokens: int) -> PageTable:
     """Records `num_tokens` more tokens in `slot`. Raises ValueError when pages they closed had not been allocated."""
     kv_lens = table.kv_lens.copy()
     kv_lens[slot] += num_tokens
-    if num_tokens < 0 or kv_lens[slot] // table.page_size > table.num_owned(slot):
-        raise ValueError(f"{num_tokens=} more in slot {slot}: {kv_lens[slot]} tokens close "
-                         f"{kv_lens[slot] // table.page_size} pages, {table.num_owned(slot)} are allocated")
+    closed = table.closed_pages(int(kv_lens[slot]))
+    if num_tokens < 0 or closed > table.num_owned(slot):
+        raise ValueError(f"{num_tokens=} more in slot {slot}: {kv_lens[slot]} tokens close {closed} pages, "
+                         f"{table.num_owned(slot)} are allocated")
     return dataclasses.replace(table, kv_lens=kv_lens)
 
 
 def fork(table: PageTable, source: int, target: int) -> PageTable:
     """Makes the free slot `target` a copy of `source` that shares its closed pages; pages allocated ahead are not shared.
 
-    The open page and the sinks have to be copied on the device (`moejax.decode.copy_slot`).
+    The open pages and the sinks have to be copied on the device (`moejax.decode.copy_slot`).
 
     Raises:
       ValueError: `target` is in use.
     """
     if table.num_owned(target) or table.kv_lens[target] or source == target:
         raise ValueError(f"slot {target}: must be free to become a copy of slot {source}")
-    closed = int(table.kv_lens[source]) // table.page_size
+    closed = table.closed_pages(int(table.kv_lens[source]))
     block_table, ref_counts, kv_lens = table.block_table.copy(), table.ref_counts.copy(), table.kv_lens.copy()
     shared = block_table[source, :closed]
     block_table[target, :closed] = shared
@@ -128,4 +141,4 @@ def check(table: PageTable) -> None:
         owned = table.num_owned(slot)
         assert (row[:owned] != INVALID).all(), f"slot {slot}: a gap in {row}"
         assert len(set(row[:owned].tolist())) == owned, f"slot {slot}: a page twice in {row}"
-        assert table.kv_lens[slot] // table.page_size <= owned, f"slot {slot}: closed pages without a page"
+        assert table.closed_pages(int(table.kv_lens[slot])) <= owned, f"slot {slot}: closed pages without a page"

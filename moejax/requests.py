@@ -44,7 +44,7 @@ class Limits:
 
     config: ModelConfig
     tokenizer: Tokenizer | None
-    page_size: int
+    spec: decode.DecodeSpec
     max_len: int
     num_pages: int
 
@@ -75,17 +75,10 @@ class Job:
     prompt: tuple[int, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...]
-    page_size: int
+    max_tokens_cached: int
+    max_pages: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     ttft_ms: float = 0.0
-
-    @property
-    def max_tokens_cached(self) -> int:
-        return len(self.prompt) + self.params.max_tokens - 1  # the last token is never put into the cache
-
-    @property
-    def max_pages(self) -> int:
-        return self.max_tokens_cached // self.page_size
 
     @property
     def request(self) -> decode.Request:
@@ -112,7 +105,9 @@ def make_jobs(
         ids, stop_ids = _encode(i, prompt, limits), _stop_ids(p, limits)
         if p.seed + num_samples - 1 > INT32_MAX:
             raise ValueError(f"prompt {i}: seed={p.seed} and {num_samples=}: the last sample's seed must be at most {INT32_MAX}")
-        samples = [Job(i, ids, dataclasses.replace(p, seed=p.seed + n), stop_ids, limits.page_size) for n in range(num_samples)]
+        cached = len(ids) + p.max_tokens - 1  # the last token is never put into the cache
+        samples = [Job(i, ids, dataclasses.replace(p, seed=p.seed + n), stop_ids, cached, limits.spec.closed_pages(cached))
+                   for n in range(num_samples)]
         _check_fits(samples[0], limits)
         jobs += samples
     return jobs

@@ -49,7 +49,7 @@ def attention_bytes(spec: PagedAttentionSpec, kv_format: KVFormat) -> int:
     Padding of pages, and pages that rows could share, are not counted.
     """
     lens, z = spec.kv_lens().astype(np.int64), kv_format.page_size
-    closed = _closed_pages(lens, z)
+    closed = kv_format.closed_pages(lens)
     sinks = np.minimum(lens, kv_format.sink_tokens)
     open_tokens = lens - np.maximum(closed * z, sinks)
     token_bytes = 2 * spec.head_dim * jnp.dtype(kv_format.open_dtype).itemsize  # key and value of one KV head
@@ -109,7 +109,7 @@ def attention_inputs(spec: PagedAttentionSpec, kv_format: KVFormat, kv_lens: np.
     """Random inputs for rows of `kv_lens` tokens, int32 [B]; see the head of this file."""
     rng = np.random.default_rng(1)
     z, heads = kv_format.page_size, (spec.num_kv_heads, spec.head_dim)
-    batch, closed = len(kv_lens), _closed_pages(kv_lens, z)
+    batch, closed = len(kv_lens), kv_format.closed_pages(kv_lens)
     owned = turns * int(closed.sum())
     words, kept_k, kept_v = _stock(kv_format, *heads, STOCK_PAGES)
     ids = rng.permutation(owned + UNOWNED_PAGES)
@@ -121,10 +121,10 @@ def attention_inputs(spec: PagedAttentionSpec, kv_format: KVFormat, kv_lens: np.
     pages = jax.jit(functools.partial(jnp.take, axis=0, mode="clip"))(words, kept_index.astype(np.int32))
 
     sizes, dtype = _channel_sizes(kv_format, spec.head_dim), jnp.dtype(kv_format.open_dtype)
-    open_k, open_v = _random_tokens(rng, (batch, heads[0], z, heads[1]), kv_format)
-    beyond = np.arange(z) >= (kv_lens - closed * z)[:, None]
-    for x in (open_k, open_v):
-        x[np.broadcast_to(beyond[:, None], x.shape[:3])] = np.nan
+    open_k, open_v = _random_tokens(rng, (batch, heads[0], kv_format.open_tokens, heads[1]), kv_format)
+    for row, (first, length) in enumerate(zip(closed * z, kv_lens)):
+        unused = np.setdiff1d(np.arange(kv_format.open_tokens), np.arange(first, length) % kv_format.open_tokens)
+        open_k[row, :, unused] = open_v[row, :, unused] = np.nan
     sinks = _random_tokens(rng, (batch, heads[0], kv_format.sink_tokens, heads[1]), kv_format)
     q = LOGIT_STD * rng.standard_normal((batch, spec.q_len, spec.num_heads, spec.head_dim), np.float32) / sizes
     q_lens = np.where(kv_lens > 0, np.minimum(spec.q_len, (kv_lens - 1) % z + 1), 0).astype(np.int32)
@@ -144,10 +144,6 @@ def _stock(kv_format: KVFormat, num_kv_heads: int, head_dim: int, count: int) ->
     kept_k, kept_v = jax.jit(functools.partial(open_page, kv_format=kv_format, head_dim=head_dim))(words)
     return (jnp.pad(words, [(0, 1), (0, 0), (0, 0)], constant_values=NAN_WORD), np.asarray(kept_k),
             np.asarray(kept_v))
-
-
-def _closed_pages(kv_lens: np.ndarray, page_size: int) -> np.ndarray:
-    return np.maximum(kv_lens - 1, 0) // page_size
 
 
 def _channel_sizes(kv_format: KVFormat, head_dim: int) -> np.ndarray:
@@ -195,7 +191,7 @@ def attention_row(cache: AttentionInputs, row: int, heads: list[int]) -> np.ndar
     f = cache.kv_format
     _, open_k, open_v, kv_lens, q_lens, *sinks = cache.operands
     length, queries = int(kv_lens[row]), int(q_lens[row])
-    closed = int(_closed_pages(np.asarray(length), f.page_size))
+    closed = f.closed_pages(length)
     pages = cache.kept_index[np.asarray(cache.tables[0, row, :closed])]
     group = cache.q.shape[2] // open_k.shape[1]
     seen = np.arange(length) <= np.arange(length - queries, length)[:, None]
@@ -204,7 +200,7 @@ def attention_row(cache: AttentionInputs, row: int, heads: list[int]) -> np.ndar
     def tokens(kv_head: int) -> list[np.ndarray]:
         both = []
         for part, (kept, opened) in enumerate(((cache.kept_k, open_k), (cache.kept_v, open_v))):
-            newest = np.asarray(opened[row, kv_head, :length - closed * f.page_size]).astype(np.float64)
+            newest = np.asarray(opened[row, kv_head])[np.arange(closed * f.page_size, length) % f.open_tokens].astype(np.float64)
             x = np.concatenate([kept[pages, kv_head].reshape(-1, kept.shape[-1]), newest])
             if sinks:
                 count = min(length, f.sink_tokens)

@@ -1,8 +1,8 @@
 """`KVFormat`: the one value that describes a paged low-bit KV cache: a point in the space of the published methods.
 
 A *page* holds `page_size` consecutive tokens of one sequence. While it is open its keys and values stay unquantised
-(bfloat16; that is the residual window). When it fills it is *closed*: quantised and packed, once, into one contiguous run of
-32-bit words per (layer, page, KV head); `page_layout` says where everything lies.
+(bfloat16; that is the residual window). When it fills, or `open_pages` - 1 pages later, it is *closed*: quantised and packed,
+once, into one contiguous run of 32-bit words per (layer, page, KV head); `page_layout` says where everything lies.
 
 By default keys are quantised **per channel** over the tokens of the page, values **per token** over the channels of the head,
 both asymmetrically:  x = scale * code + offset,  code in [0, 2**bits - 1].
@@ -121,8 +121,7 @@ class KVFormat:
         "calibrated", per layer and head the transform that concentrates what matters to the queries in the last channels.
       rotation_block: a power of two that divides head_dim.
       sink_tokens: the first tokens of each sequence, kept unquantised and out of the ranges of page 0.
-      open_pages: last pages of a sequence that stay unquantised, the one being filled included. More than 1 only in
-        `moejax.scoring`.
+      open_pages: last pages of a sequence that stay unquantised, the one being filled included.
       key_rope: "post" quantises keys after RoPE, "pre" before it ("pre" only in `moejax.scoring`).
       scale_dtype: dtype of scales and offsets, "bfloat16", "float16" (saturates at 65504) or "float8_e4m3" (at 448).
       layout: order of codes and scales inside a page: "linear" (every format), or "mma_sm90", which the Mosaic GPU kernels read.
@@ -314,12 +313,19 @@ class KVFormat:
 
     def check_cacheable(self) -> None:
         """Raises NotImplementedError when this point runs in `moejax.scoring` only, and not in a cache that decodes."""
-        if self.open_pages > 1:
-            raise NotImplementedError(f"open_pages={self.open_pages}: the paged cache keeps 1 open page; scoring "
-                                      "(`experiments.quality`) runs this format")
         if self.key_rope == "pre":
             raise NotImplementedError("key_rope='pre': the paged cache stores keys after RoPE; scoring (`experiments.quality`) "
                                       "runs this format")
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens that the open pages of one sequence hold. Token s lies at s % open_tokens."""
+        return self.open_pages * self.page_size
+
+    def closed_pages(self, kv_len):
+        """Closed pages of a sequence of `kv_len` tokens, the query's included, as that query sees it: int, or int array."""
+        pages = (kv_len - 1) // self.page_size + 1 - self.open_pages
+        return pages * (pages > 0)
 
     def page_layout(self, head_dim: int) -> PageLayout:
         """Where each plane of a closed page lies, for heads of `head_dim` channels. Raises ValueError as `check_head_dim`."""

@@ -108,7 +108,7 @@ class PageLayout:
         return self.words * WORD_BITS / (2 * self.head_dim * self.fmt.page_size)
 
     def effective_bits_at(self, tokens: int) -> float:
-        """The same at a sequence length of `tokens`, open page and sinks included (they are kept beside the closed pages)."""
+        """The same at a sequence length of `tokens`, open pages and sinks included (they are kept beside the closed pages)."""
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: must be at least 1")
         return 8 * self.sequence_bytes(tokens) / (2 * self.head_dim * tokens)
@@ -116,6 +116,6 @@ class PageLayout:
     def sequence_bytes(self, tokens: int) -> int:
         """Bytes one layer and KV head needs for a sequence of `tokens`: closed pages, whole open pages, sinks."""
         element = 4 if self.fmt.open_dtype == "float32" else 2
-        unquantised = (self.fmt.open_pages * self.fmt.page_size + self.fmt.sink_tokens) * 2 * self.head_dim * element
-        closed = max(tokens // self.fmt.page_size - self.fmt.open_pages + 1, 0)
+        unquantised = (self.fmt.open_tokens + self.fmt.sink_tokens) * 2 * self.head_dim * element
+        closed = max(tokens // self.fmt.page_size + 1 - self.fmt.open_pages, 0)
         return closed * self.page_bytes + unquantised

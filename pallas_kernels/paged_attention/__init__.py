@@ -1,4 +1,4 @@
-"""`paged_attention`: queries of the open page against sinks, low-bit closed pages and the open page, one softmax."""
+"""`paged_attention`: queries of the newest page against sinks, low-bit closed pages and the open pages, one softmax."""
 from __future__ import annotations
 
 import jax
@@ -31,15 +31,16 @@ def paged_attention(
 ) -> jax.Array:
     """Attention of the newest tokens of each sequence over its whole paged cache.
 
-    The query at position t sees the tokens s <= t: those below `sink_tokens` in the sinks, those of its own page t // Z in the
-    open page, all others in closed pages. A row's result does not depend, bit for bit, on what the other rows hold; words of
-    pages that a row does not own, and tokens beyond its length, never reach it, NaN or not.
+    The query at position t sees the tokens s <= t: those below `sink_tokens` in the sinks, those of its own page t // Z, and of
+    the `open_pages` - 1 before it, in the open pages, all others in closed pages. A row's result does not depend, bit for bit,
+    on what the other rows hold; words of pages that a row does not own, and tokens beyond its length, never reach it, NaN or not.
 
     Args:
       q: [B, T, N, H]; query i of row b stands at position kv_lens[b] - q_lens[b] + i. All valid queries of a row lie in its
-        open page, (kv_lens[b] - 1) // Z. Query head n reads KV head n // (N // K).
+        newest page, (kv_lens[b] - 1) // Z. Query head n reads KV head n // (N // K).
       pages: uint32 [P, K, words], the pool of closed pages (`close_page`).
-      open_k, open_v: [B, K, Z, H], float; the open page of each row, the queries' own tokens included.
+      open_k, open_v: [B, K, Zo, H], float, Zo = kv_format.open_tokens; the open pages of each row, the queries' own tokens
+        included. The token at position s lies at s % Zo.
       block_table: int32 [B, J]; entry j is the page id that holds the tokens j * Z ... of the row. Read for closed pages only.
       kv_lens: int32 [B], tokens of the row, its queries included, at most J * Z; 0 for a row that is not in use.
       q_lens: int32 [B], valid queries; None for T.
@@ -71,12 +72,12 @@ def paged_attention(
 
 def _check_queries(q, open_k, open_v, kv_format: KVFormat) -> None:
     if q.ndim != 4 or open_k.ndim != 4 or open_k.shape != open_v.shape:
-        raise ValueError(f"{q.shape=}, {open_k.shape=}, {open_v.shape=}: must be [B, T, N, H], [B, K, Z, H], [B, K, Z, H]")
+        raise ValueError(f"{q.shape=}, {open_k.shape=}, {open_v.shape=}: must be [B, T, N, H], [B, K, Zo, H], [B, K, Zo, H]")
     batch, _, num_heads, head_dim = q.shape
     num_kv_heads = open_k.shape[1]
-    if open_k.shape != (batch, num_kv_heads, kv_format.page_size, head_dim):
-        raise ValueError(
-            f"{open_k.shape=}: must be [B, K, Z, H] with B={batch}, Z={kv_format.page_size}, H={head_dim} of {q.shape=}")
+    if open_k.shape != (batch, num_kv_heads, kv_format.open_tokens, head_dim):
+        raise ValueError(f"{open_k.shape=}: must be [B, K, Zo, H] with B={batch}, Zo={kv_format.open_tokens} tokens of open pages, "
+                         f"H={head_dim} of {q.shape=}")
     if num_heads % num_kv_heads:
         raise ValueError(f"{q.shape=}, {open_k.shape=}: N={num_heads} must be a multiple of K={num_kv_heads}")
     for name, x in (("q", q), ("open_k", open_k), ("open_v", open_v)):

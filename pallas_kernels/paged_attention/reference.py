@@ -1,6 +1,6 @@
 """Plain JAX `paged_attention`: the specification, and what CPU users run.
 
-One online softmax in float32 over segments: the open page and the sinks first (so that every valid query has seen at least
+One online softmax in float32 over segments: the open pages and the sinks first (so that every valid query has seen at least
 itself and the running maximum is finite), then blocks of `PAGES_PER_BLOCK` closed pages in a loop whose trip count follows the
 longest sequence. Blocks start at multiples of PAGES_PER_BLOCK pages for every row, and a block of which a row sees nothing
 leaves its accumulators as they are, so what other rows hold never changes a row's result.
@@ -34,14 +34,14 @@ def paged_attention(
 ) -> jax.Array:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     batch, num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = open_k.shape[1], kv_format.page_size
+    num_kv_heads, page_size, open_tokens = open_k.shape[1], kv_format.page_size, kv_format.open_tokens
     group = num_heads // num_kv_heads
     # [B, K, G * T, H]; scale first, in float32.
     rows = (q.astype(jnp.float32) * sm_scale).reshape(batch, num_queries, num_kv_heads, group, head_dim)
     rows = rows.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, group * num_queries, head_dim)
     first = kv_lens - q_lens
     query_pos = jnp.tile(first[:, None] + jnp.arange(num_queries, dtype=jnp.int32), (1, group))  # [B, M]
-    closed = jnp.maximum(kv_lens - 1, 0) // page_size  # [B]: closed pages the row has
+    closed = kv_format.closed_pages(kv_lens)  # [B]
 
     def attend(state, k, v, positions, present):
         """positions int32 [B, S]; present bool [B, S]: this segment holds that token."""
@@ -54,7 +54,9 @@ def paged_attention(
     state = _Softmax(
         m=jnp.full(rows.shape[:3], MASK_VALUE, jnp.float32), l=jnp.zeros(rows.shape[:3], jnp.float32),
         acc=jnp.zeros(rows.shape, jnp.float32))
-    positions = closed[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    # Token s lies at s % open_tokens: what a place holds is the last such s that does not lie beyond the row's newest page.
+    last = jnp.maximum(kv_lens[:, None] - 1, 0) // page_size * page_size + page_size - 1
+    positions = last - (last - jnp.arange(open_tokens, dtype=jnp.int32)) % open_tokens
     present = (positions < kv_lens[:, None]) & (positions >= kv_format.sink_tokens)
     state = attend(state, open_k, open_v, positions, present)
     if kv_format.sink_tokens:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax import decode, page_table, sampling
+from moejax import decode, kv_schedule, page_table, sampling
 from moejax.sampling import SamplingParams
 from pallas_kernels.kv_format import KVFormat
 from tests.moejax import tiny
@@ -18,6 +18,10 @@ PROMPT = tiny.prompt(70)
 DECODABLE = np.arange(tiny.VOCAB) < tiny.DECODABLE
 NO_STOP = jnp.full(decode.MAX_STOP_IDS, decode.NO_TOKEN, jnp.int32)
 WIDTHS = [KVFormat(k_bits=b, v_bits=b, page_size=PAGE) for b in (8, 4, 3, 2)]
+
+
+def label(kv_format) -> str:
+    return kv_schedule.name(kv_schedule.per_layer(kv_format, 2))
 
 
 @functools.cache
@@ -87,7 +91,7 @@ def test_rounding_is_seen_by_the_tolerance():
     assert (error > t.atol + t.rtol * np.abs(tiny.full_logits(PROMPT, True))).any()
 
 
-@pytest.mark.parametrize("kv_format", [tiny.EXACT, tiny.BF16, *WIDTHS, tiny.EVERYTHING], ids=lambda f: f.name)
+@pytest.mark.parametrize("kv_format", [tiny.EXACT, tiny.BF16, *WIDTHS, tiny.EVERYTHING, tiny.OPEN], ids=label)
 def test_prefill_in_chunks_gives_the_same_logits(kv_format):
     _, whole = prefill(kv_format, fresh(kv_format), PROMPT, chunk=1)
     for chunk in (7, PAGE - 1, PAGE, PAGE + 1, len(PROMPT)):
@@ -96,7 +100,7 @@ def test_prefill_in_chunks_gives_the_same_logits(kv_format):
             assert_close(logits, whole[tokens], "decode_f32")
 
 
-@pytest.mark.parametrize("kv_format", [WIDTHS[-1], tiny.EVERYTHING], ids=lambda f: f.name)
+@pytest.mark.parametrize("kv_format", [WIDTHS[-1], tiny.EVERYTHING, tiny.OPEN], ids=label)
 def test_decode_steps_give_what_prefill_gives(kv_format):
     """Greedy tokens one step at a time, then the same sequence as a prompt."""
     state, seen = prefill(kv_format, fresh(kv_format), PROMPT)

@@ -84,6 +84,17 @@ def test_seeds_decide_and_samples_share_pages(engine):
     assert engine._table.num_free == tiny.NUM_PAGES
 
 
+def test_open_pages_take_no_page_of_the_pool_and_samples_have_their_own():
+    engine = new_engine(kv_format=tiny.OPEN, num_pages=None)
+    assert engine.num_pages == tiny.MAX_BATCH * (tiny.MAX_LEN // tiny.PAGE - 1)
+    params = SamplingParams(max_tokens=50, temperature=1.0, seed=5, ignore_eos=True)
+    alone = [engine.generate([PROMPTS[0]], dataclasses.replace(params, seed=5 + i))[0].token_ids for i in range(3)]
+    poison(engine)
+    assert [c.token_ids for c in engine.generate([PROMPTS[0]], params, num_samples=3)] == alone
+    page_table.check(engine._table)
+    assert engine.stats.forks == 2 and engine._table.num_free == engine.num_pages
+
+
 def test_stop_ids_end_a_request_at_their_first_occurrence(engine, alone):
     stopping = dataclasses.replace(MIXED[0], stop_token_ids=(alone[0][7], 99))
     first = alone[0].index(alone[0][7])

@@ -152,7 +152,40 @@ def test_calibrated_rotation_keeps_products_and_needs_its_matrices():
         kv_cache.stored_keys(k, fmt, KeyTransform())
 
 
-@pytest.mark.parametrize("field", [{"open_pages": 2}, {"key_rope": "pre"}])
-def test_points_that_no_cache_holds_are_refused_by_name(field):
-    with pytest.raises(NotImplementedError, match=next(iter(field))):
-        kv_cache.init_layer(KVFormat(k_bits=2, page_size=Z, **field), num_kv_heads=K, head_dim=H, num_pages=1, max_batch=1)
+def test_points_that_no_cache_holds_are_refused_by_name():
+    with pytest.raises(NotImplementedError, match="key_rope"):
+        kv_cache.init_layer(KVFormat(k_bits=2, page_size=Z, key_rope="pre"), num_kv_heads=K, head_dim=H, num_pages=1, max_batch=1)
+
+
+@pytest.mark.parametrize("kv_len, closes", [(Z, None), (2 * Z, None), (3 * Z - 1, None), (3 * Z, 0), (4 * Z, 1), (6 * Z, 3)])
+def test_with_three_open_pages_the_oldest_closes_when_the_newest_is_full(kv_len, closes):
+    fmt = KVFormat(k_bits=3, v_bits=4, page_size=Z, sink_tokens=S, open_pages=3)
+    cache = filled_cache(fmt)
+    where = placement([[4, 3, 2, 1, 0, 0, 0]] * B, [kv_len - 1, 5, Z], [1, 1, 0])
+    rng = np.random.default_rng(1)
+    k, v = rng.normal(size=(2, B, 1, K, H)).astype(np.float32)
+    new = append(cache, k, v, where, fmt)
+    place = (kv_len - 1) % (3 * Z)
+    expected = np.array(cache.open_k)
+    expected[0, :, place], expected[1, :, 5] = k[0, 0], k[1, 0]
+    assert np.array_equal(expected, new.open_k)
+    closed, = close((new,), where, fmt)
+    expected = np.array(cache.pages)
+    if closes is not None:
+        page = slice(closes % 3 * Z, closes % 3 * Z + Z)
+        expected[[4, 3, 2, 1][closes]] = close_page(
+            new.open_k[0, :, page], new.open_v[0, :, page], kv_format=fmt, num_sinks=S if closes == 0 else 0)
+    assert np.array_equal(expected, closed.pages)
+
+
+def test_layers_may_keep_different_numbers_of_open_pages():
+    formats = tuple(KVFormat(k_bits=2, v_bits=2, page_size=Z, open_pages=n) for n in (1, 2, 4))
+    caches = tuple(filled_cache(f, i) for i, f in enumerate(formats))
+    where = Placement(**placement([[4, 3, 2, 1]] * B, [3 * Z - 1, 0, 0], [1, 0, 0]))
+    for f, page, place, old, new in zip(formats, (2, 3, None), (0, 1, 0), caches,
+                                        kv_cache.close_filled(caches, where, formats=formats)):
+        expected = np.array(old.pages)
+        if page is not None:
+            tokens = slice(place * Z, place * Z + Z)
+            expected[page] = close_page(old.open_k[0, :, tokens], old.open_v[0, :, tokens], kv_format=f)
+        assert np.array_equal(expected, new.pages)

@@ -23,6 +23,15 @@ def test_pages_are_allocated_for_closed_pages_only():
     assert table.block_table[1].tolist() == [0, 1, 2, INVALID, INVALID]
 
 
+def test_open_pages_need_no_page_of_the_pool():
+    table = page_table.create(max_batch=2, num_pages=3, max_len=5 * PAGE, page_size=PAGE, open_pages=3)
+    assert [table.closed_pages(n) for n in (1, 3 * PAGE - 1, 3 * PAGE, 4 * PAGE - 1, 5 * PAGE)] == [0, 0, 1, 1, 3]
+    table = page_table.append(page_table.allocate(table, 0, 5 * PAGE), 0, 4 * PAGE)
+    table = page_table.fork(table, 0, 1)
+    assert table.block_table[:, :3].tolist() == [[0, 1, 2], [0, 1, INVALID]]
+    page_table.check(table)
+
+
 def test_values_are_not_changed_in_place():
     table = empty()
     before = [a.copy() for a in (table.block_table, table.ref_counts, table.kv_lens)]
@@ -50,7 +59,7 @@ def test_refusals():
         page_table.append(table, 1, PAGE)
     with pytest.raises(ValueError, match="slot 0: must be free"):
         page_table.fork(table, 1, 0)
-    for name in ("max_batch", "max_len", "page_size"):
+    for name in ("max_batch", "max_len", "page_size", "open_pages"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             page_table.create(**{"max_batch": 1, "num_pages": 1, "max_len": 4, "page_size": 4, name: 0})
 

@@ -23,6 +23,8 @@ EXACT = KVFormat(k_bits=32, v_bits=32, page_size=PAGE)
 BF16 = KVFormat(page_size=PAGE)
 EVERYTHING = KVFormat(k_bits=3, v_bits=2, page_size=PAGE, sink_tokens=3, outlier_channels=8, v_rotation="hadamard",
                       k_rotation="hadamard")
+# Layers that keep different numbers of open pages.
+OPEN = tuple(KVFormat(k_bits=3, v_bits=2, page_size=PAGE, sink_tokens=3, open_pages=n) for n in (2, 3))
 
 
 @functools.cache
@@ -99,9 +101,9 @@ def all_nan(array: jax.Array) -> jax.Array:
 def score_paged(spec, params, window: np.ndarray, transforms=None) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of window[1:], most probable next tokens) [T] of one sequence that goes through the paged cache."""
     length = len(window) - 1
-    pages = length // spec.page_size
-    table = page_table.allocate(
-        page_table.create(max_batch=1, num_pages=pages, max_len=length, page_size=spec.page_size), 0, length)
+    pages = spec.closed_pages(length)
+    table = page_table.allocate(page_table.create(
+        max_batch=1, num_pages=pages, max_len=length, page_size=spec.page_size, open_pages=spec.open_pages), 0, length)
     state = decode.with_table(
         decode.init_state(spec, max_batch=1, num_pages=pages, max_len=length, transforms=transforms), table)
     parts, done = [], 0

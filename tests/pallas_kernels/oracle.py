@@ -138,7 +138,7 @@ def attention(
     """`paged_attention`, one row, head and query at a time. `decoded` caches pages: (page id, head) -> (k, v)."""
     q, pages, open_k, open_v, block_table = (np.asarray(x) for x in (q, pages, open_k, open_v, block_table))
     batch, _, num_heads, head_dim = q.shape
-    num_kv_heads, z = open_k.shape[1], kv_format.page_size
+    num_kv_heads, z, ring = open_k.shape[1], kv_format.page_size, kv_format.page_size * kv_format.open_pages
     decoded = {} if decoded is None else decoded
     out = np.zeros(q.shape, np.float64)
     for b in range(batch):
@@ -149,8 +149,8 @@ def attention(
                 page, offset = divmod(s, z)
                 if s < kv_format.sink_tokens:
                     k, v = sink_k[b, head, s], sink_v[b, head, s]
-                elif page == (length - 1) // z:
-                    k, v = open_k[b, head, offset], open_v[b, head, offset]
+                elif page > (length - 1) // z - kv_format.open_pages:
+                    k, v = open_k[b, head, s % ring], open_v[b, head, s % ring]
                 else:
                     where = (int(block_table[b, page]), head)
                     if where not in decoded:

@@ -31,6 +31,7 @@ FORMATS = [
     KVFormat(k_bits=3, v_bits=2, page_size=32, outlier_channels=16, outlier_bits=16, k_range="clipped", v_range="clipped"),
     KVFormat(k_bits=2, v_bits=2, page_size=32, outlier_channels=8, outlier_bits=4),
     KVFormat(k_bits=32, v_bits=32, page_size=32, sink_tokens=3),
+    KVFormat(k_bits=3, v_bits=4, page_size=32, sink_tokens=5, open_pages=3),
 ]
 
 
@@ -70,21 +71,23 @@ def make_cache(
     free = list(rng.permutation(pool))
     block_table = np.full((batch, columns), -1, np.int32)
     dtype = jnp.dtype(fmt.open_dtype)
-    open_k, open_v = (np.full((batch, num_kv_heads, z, head_dim), np.nan, dtype) for _ in "kv")
+    ring = fmt.open_pages * z
+    open_k, open_v = (np.full((batch, num_kv_heads, ring, head_dim), np.nan, dtype) for _ in "kv")
     sinks = [np.full((batch, num_kv_heads, fmt.sink_tokens, head_dim), np.nan, dtype) for _ in "kv"]
     channel = np.ones(head_dim)
     channel[-1] = 50
     for b, length in enumerate(kv_lens):
         k = (k_size * (rng.normal(size=(num_kv_heads, length, head_dim)) * channel + 1)).astype(dtype)
         v = (v_size * rng.normal(size=k.shape) + 0.5).astype(dtype)
-        closed = max(length - 1, 0) // z
+        closed = max((length - 1) // z + 1 - fmt.open_pages, 0)
         for page in range(closed):
             block_table[b, page] = free.pop()
             tokens = slice(page * z, (page + 1) * z)
             num_sinks = fmt.sink_tokens if page == 0 else 0
             pages[block_table[b, page]] = close(k[:, tokens], v[:, tokens], kv_format=fmt, num_sinks=jnp.int32(num_sinks))
         for x, open_x, sink_x in ((k, open_k, sinks[0]), (v, open_v, sinks[1])):
-            open_x[b, :, :length - closed * z] = x[:, closed * z:]
+            for s in range(closed * z, length):
+                open_x[b, :, s % ring] = x[:, s]
             sink_x[b, :, :length] = x[:, :fmt.sink_tokens]
     # Small enough on the 50x channel that logits stay of size 10.
     q = (rng.normal(size=(batch, num_queries, num_kv_heads * group, head_dim)) / channel).astype(jnp.dtype(q_dtype))
