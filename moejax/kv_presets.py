@@ -82,11 +82,12 @@ def _naive(bits: int) -> Preset:
 def _ours(k_bits: int, v_bits: int, outlier_fraction: float, why: str, **more) -> Preset:
     return Preset(
         fields={"k_bits": k_bits, "v_bits": v_bits, "outlier_bits": 4, "k_rotation": "calibrated",
-                "v_rotation": "hadamard", "sink_tokens": 4, **more},
+                "v_rotation": "hadamard", **more},
         outlier_fraction=outlier_fraction, shares=why, differs="it is ours: chosen from the sweep in experiments/results")
 
 
-_LEAN = {"scale_dtype": "float8_e4m3", "v_symmetric": True, "v_range": "clipped", "sink_tokens": 64}
+_WINDOWS = {"sink_tokens": 64, "open_pages": 2}
+_LEAN = {"scale_dtype": "float8_e4m3", "v_symmetric": True, "v_range": "clipped", **_WINDOWS}
 
 PRESETS: dict[str, Preset] = {
     "kivi-2": _kivi(2), "kivi-4": _kivi(4),
@@ -127,13 +128,16 @@ PRESETS: dict[str, Preset] = {
         shares="float8 e4m3", differs="a scale per token and head, where most engines have one per tensor"),
     "moejax-2.5": _ours(2, 2, 3 / 8, "2-bit keys fail on their strongest directions: the calibrated rotation collects them in the "
                         "last channels, which get 4 bits; 8-bit scales and values without zero points pay for 3/8 of them; "
-                        "64 sinks cost 0.09 bits at 32k", **_LEAN),
+                        "64 sinks and one more page at 16 bits are worth more than any bits in the pages", **_LEAN),
     "moejax-2.75": _ours(2, 2, 3 / 8, "as moejax-2.5, with key ranges for every 32 tokens", k_group=32, **_LEAN),
-    "moejax-2.5-fast": _ours(2, 2, 1 / 8, "what the Hopper kernel reads at 2.5 bits: bfloat16 scales, one key range a page"),
-    "moejax-2.75-fast": _ours(2, 2, 3 / 8, "what the Hopper kernel reads at 2.75 bits: the next bits buy most as 4-bit channels"),
-    "moejax-3.25": _ours(2, 3, 3 / 8, "with 3/8 of the key channels at 4 bits, values become the larger error: a third bit there"),
+    "moejax-2.5-fast": _ours(2, 2, 1 / 8, "what the Hopper kernel reads at 2.5 bits: bfloat16 scales, one key range a page",
+                             **_WINDOWS),
+    "moejax-2.75-fast": _ours(2, 2, 3 / 8, "what the Hopper kernel reads at 2.75 bits: the next bits buy most as 4-bit channels",
+                              **_WINDOWS),
+    "moejax-3.25": _ours(2, 3, 3 / 8, "with 3/8 of the key channels at 4 bits, values become the larger error: a third bit there",
+                         **_WINDOWS),
     "moejax-4.25": _ours(4, 3, 1 / 8, "3-bit values cost less than 4-bit keys: their bits go to the strongest key directions, at 8",
-                         outlier_bits=8),
+                         outlier_bits=8, **_WINDOWS),
 }
 
 

@@ -210,7 +210,7 @@ class KVFormat:
     def _check_mma_sm90(self) -> None:
         plain = KVFormat()
         same = ("k_axis", "v_axis", "k_group", "v_group", "k_symmetric", "v_symmetric", "k_codes", "v_codes", "outlier_choice",
-                "k_sparse", "v_sparse", "open_pages", "key_rope", "scale_dtype")
+                "k_sparse", "v_sparse", "key_rope", "scale_dtype")
         for name, good, accepted in (
             ("page_size", self.page_size == mma_sm90.TOKENS, str(mma_sm90.TOKENS)),
             ("k_bits", self.k_bits <= 16, "2, 3, 4, 8, 16"),

@@ -88,6 +88,8 @@ def attention_points() -> list[Point]:
     out += [Point(_fmt(k, 2, outlier_channels=16, outlier_bits=bits), head_dim)
             for head_dim, k, bits in itertools.product(HEAD_DIMS, (2, 3), (4, 8, 16))]
     out += [Point(_fmt(4, 4), 128, group) for group in (1, 3, 7, 13, 16)]
+    windows = {"sink_tokens": 64, "open_pages": 2}
+    out += [Point(_fmt(2, 2, outlier_channels=16, outlier_bits=4, **windows), head_dim) for head_dim in HEAD_DIMS]
     everything = (("sliding_window", 4096), ("logit_softcap", 30.0), ("attention_sinks", True))
     out += [Point(_fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, everything)
             for head_dim, (k, v, sinks) in itertools.product(HEAD_DIMS, ((2, 2, 4), (3, 4, 70), (16, 16, 4)))]
@@ -136,7 +138,7 @@ def _lower_attention(point: Point, array):
 
     batch, kv_heads, columns, fmt = 3, 2, 40, point.kv_format()
     heads = kv_heads * point.group
-    tokens = array((batch, kv_heads, 128, point.head_dim), jnp.bfloat16)
+    tokens = array((batch, kv_heads, fmt.open_tokens, point.head_dim), jnp.bfloat16)
     args = [
         array((batch, point.num_queries, heads, point.head_dim), jnp.bfloat16),
         array((batch * columns, kv_heads, fmt.page_layout(point.head_dim).words), jnp.uint32), tokens, tokens,

@@ -7,7 +7,7 @@ for up to eight query rows (queries times query heads of the KV head); a warpgro
                                   scores on tensor cores from the codes  (`fragments.key_scores`)
                                   online softmax, each warp for itself
                                   values likewise                        (`fragments.add_values`)
-    the last split of a row goes on with the sinks and the open page, unquantised, in the same softmax
+    the last split of a row goes on with the sinks and the open pages, unquantised, in the same softmax
     sum of the four warps -> partial output, running maximum and denominator
 
 and a second kernel merges the splits of each row, in the order of the splits. What an item computes depends on nothing but its
@@ -121,7 +121,7 @@ def paged_attention(
         logit_softcap=logit_softcap)
     width = head_dim // 2
     pages = pages.reshape(-1, layout.words // width, width)
-    open_k, open_v = (x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, TOKENS, head_dim) for x in (open_k, open_v))
+    open_k, open_v = (x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, -1, head_dim) for x in (open_k, open_v))
     sinks = []
     if kv_format.sink_tokens:
         sinks = [x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, -1, head_dim) for x in (sink_k, sink_v)]
@@ -182,13 +182,19 @@ def _query_tiles(call: _Call, q: jax.Array) -> jax.Array:
 
 def _split_range(call: _Call, kv_lens, q_lens) -> tuple[jax.Array, jax.Array]:
     """First split that a row's queries see, and one past its last; none for a row that is not in use. int32 [B] each."""
-    closed = jnp.maximum(kv_lens - 1, 0) // TOKENS
+    closed = _closed_pages(call, kv_lens)
     end = jnp.maximum(cdiv(closed, SPLIT_PAGES), 1)
     first = jnp.zeros_like(end)
     if call.sliding_window is not None:
         lowest = jnp.maximum(kv_lens - q_lens - call.sliding_window + 1, 0)
         first = jnp.minimum(lowest // (TOKENS * SPLIT_PAGES), end - 1)
     return first, jnp.where((kv_lens > 0) & (q_lens > 0), end, first)
+
+
+def _closed_pages(call: _Call, kv_len):
+    """`KVFormat.closed_pages`, of an array or of a scalar in a kernel."""
+    newest = lax.div(jnp.maximum(kv_len - 1, 0), np.int32(TOKENS))
+    return jnp.maximum(newest + 1 - call.fmt.open_pages, 0)
 
 
 def _full_split_starts(call: _Call, kv_lens, q_lens) -> jax.Array:
@@ -326,7 +332,7 @@ def _find_item(call: _Call, index, num_items, kv_lens_ref, q_lens_ref, starts_re
     found, _ = lax.fori_loop(0, max(batch - 1, 0).bit_length(), halve, (np.int32(0), np.int32(batch)))
     row = jnp.where(is_last, work - num_full, found)
     kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
-    closed = lax.div(jnp.maximum(kv_len - 1, 0), TOKENS)
+    closed = _closed_pages(call, kv_len)
     lowest: Any = np.int32(0)  # first page that a query sees
     if call.sliding_window is not None:
         lowest = lax.div(jnp.maximum(kv_len - q_len - call.sliding_window + 1, 0), TOKENS)
@@ -370,7 +376,7 @@ class _Worker:
                 self._fetch(item, item.first_page, self.values, self.key_rows, self.values_barrier)
 
         plgpu.barrier_wait(self.q_barrier)
-        # The open page passes through the buffers that the next item's pages would arrive in.
+        # The open pages pass through the buffers that the next item's pages would arrive in.
         ahead = self.following.used & ~item.is_last & (self.following.end_page > self.following.first_page)
         state = lax.fori_loop(0, self.num_steps, functools.partial(self._closed_step, ahead), self._empty())
         state = lax.cond(item.is_last, self._unquantised, lambda s: s, state)
@@ -506,21 +512,23 @@ class _Worker:
         return jnp.where(seen, scores, _HIDDEN)
 
     def _unquantised(self, state: _Softmax) -> _Softmax:
-        """Goes on with the sinks and the open page."""
+        """Goes on with the sinks and the open pages."""
         plgpu.commit_smem()  # all warps are done with the pages
         sinks = self.call.fmt.sink_tokens
-        closed = lax.div(jnp.maximum(self.item.kv_len - 1, 0), TOKENS)
+        closed = _closed_pages(self.call, self.item.kv_len)
         cache_row = self.item.row * self.call.num_kv_heads + lax.div(self.item.head, self.call.query_tiles)
         for first in range(0, sinks, OPEN_TOKENS):
             refs = [r.at[cache_row, pl.ds(first, min(OPEN_TOKENS, sinks - first))] for r in self.inputs.sinks]
             state = self._open_tile(state, refs, first, jnp.minimum(self.item.kv_len, min(sinks, first + OPEN_TOKENS)), 0)
         base = closed * TOKENS
-        # Sinks of a row without closed pages stand in its open page too; there they are hidden.
+        # Sinks of a row without closed pages stand in its open pages too; there they are hidden.
         lowest = jnp.where(closed == 0, sinks, 0)
 
         def tile(i, state):
-            refs = [r.at[cache_row, pl.ds(i * OPEN_TOKENS, OPEN_TOKENS)] for r in (self.inputs.open_k, self.inputs.open_v)]
-            return self._open_tile(state, refs, base + i * OPEN_TOKENS, self.item.kv_len, lowest)
+            first = base + i * OPEN_TOKENS
+            place = pl.ds(lax.rem(first, np.int32(self.call.fmt.open_tokens)), OPEN_TOKENS)
+            refs = [r.at[cache_row, place] for r in (self.inputs.open_k, self.inputs.open_v)]
+            return self._open_tile(state, refs, first, self.item.kv_len, lowest)
 
         return lax.fori_loop(0, lax.div(self.item.kv_len - base + OPEN_TOKENS - 1, OPEN_TOKENS), tile, state)
 

@@ -76,7 +76,7 @@ def test_presets_schedules_and_skipped_layers(checkpoint, run, tmp_path):
     assert done.code == 0, done.err
     rows = done.result["rows"]
     assert [row["format"] for row in rows] == ["naive-int2", "oscar-2"]
-    assert rows[0]["sample"] and rows[1]["sample"] is None and "open_pages=3" in rows[1]["not_sampled_because"]
+    assert rows[0]["sample"] and rows[1]["sample"]
 
 
 def test_options_are_the_fields_of_the_format():

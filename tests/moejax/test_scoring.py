@@ -17,7 +17,7 @@ FORMATS = [
     KVFormat(k_bits=4, v_bits=3, page_size=Z, k_axis="token", k_rotation="block_hadamard", rotation_block=8, v_symmetric=True),
     KVFormat(k_bits=3, v_bits=4, page_size=Z, outlier_channels=8, outlier_bits=8, k_rotation="calibrated", sink_tokens=2),
     (KVFormat(k_bits=2, v_bits=3, page_size=Z, k_sparse=4), KVFormat(k_bits=8, v_bits=4, page_size=Z, outlier_choice="page")),
-    (KVFormat(k_bits=3, v_bits=4, page_size=Z, sink_tokens=5, open_pages=3), KVFormat(k_bits=3, v_bits=4, page_size=Z, open_pages=2)),
+    (KVFormat(k_bits=3, v_bits=4, page_size=Z, sink_tokens=5, open_pages=3), KVFormat(k_bits=2, page_size=Z, open_pages=2)),
 ]
 
 

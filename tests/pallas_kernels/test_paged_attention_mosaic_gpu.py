@@ -68,6 +68,13 @@ def test_against_float64(fmt, options, tuning):
     check(cache_of(fmt, **options), tuning)
 
 
+@pytest.mark.parametrize(("fmt", "options"), [
+    ({"open_pages": 3}, {}), ({"open_pages": 2, "sink_tokens": 70}, {"sliding_window": 200, "num_queries": 2}),
+    ({"open_pages": 5, "sink_tokens": 4}, {"group": 8})], ids=lambda x: "-".join(map(str, x.values())))
+def test_several_open_pages(fmt, options):
+    check(cache_of({"k_bits": 2, "v_bits": 3, **fmt}, (1, 129, 256, 257, 3 * 128, 3 * 128 + 1, 2500), **options))
+
+
 @pytest.mark.parametrize(("window", "softcap"), [(200, None), (70, 5.0), (None, 5.0)])
 def test_sinks_window_softcap_and_learned_sinks_together(window, softcap):
     check(cache_of(
@@ -164,7 +171,8 @@ def test_buffers_of_warpgroups_are_disjoint(bits, head_dim):
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("fmt", [{"k_bits": 2, "v_bits": 2}, {"k_bits": 3, "v_bits": 3}, {"k_bits": 4, "v_bits": 4},
-                                 {"k_bits": 4, "v_bits": 4, "sink_tokens": 4}, {"k_bits": 8, "v_bits": 8}])
+                                 {"k_bits": 4, "v_bits": 4, "sink_tokens": 4}, {"k_bits": 8, "v_bits": 8},
+                                 {"k_bits": 2, "v_bits": 2, "sink_tokens": 64, "open_pages": 2}])
 def test_every_warpgroup_has_items(fmt):
     """More items than blocks x warpgroups: several warpgroups of a block work side by side, and more than once."""
     check(cache_of(fmt, lengths=[2100] * 140, group=1))  # two splits of two KV heads: 560 items
