@@ -7,22 +7,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-WEIGHT_BITS = (4, 8)
+WEIGHT_BITS = (2, 3, 4, 8)
+SCALE_DTYPES = ("float32", "bfloat16")
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["qvalue", "scale", "zero_point"], meta_fields=["axis", "group_size"])
+    data_fields=["qvalue", "scale", "zero_point"], meta_fields=["axis", "group_size", "bits"])
 @dataclasses.dataclass(frozen=True)
 class QArray:
     """A quantised array.
 
     Attributes:
-      qvalue: int8 or int4 [..., k, ...].
-      scale: float32, the shape of `qvalue` but k // group_size on `axis`. Multiplies.
+      qvalue: int8 for 8 bits, int4 for fewer, [..., k, ...]; within ±2**(bits - 1).
+      scale: float32 or bfloat16, the shape of `qvalue` but k // group_size on `axis`. Multiplies.
       zero_point: like `scale`, in the dtype of `qvalue`; None if symmetric. Subtracted from `qvalue`.
       axis: the quantised axis, negative, counted from the end (so that leading axes may be added or mapped over).
       group_size: consecutive elements along `axis` that share a scale.
+      bits: of a code: 2, 3, 4 or 8.
     """
 
     qvalue: jax.Array
@@ -30,6 +32,7 @@ class QArray:
     zero_point: jax.Array | None
     axis: int
     group_size: int
+    bits: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,7 +45,7 @@ class QArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored: 4-bit values count half a byte each."""
+        """Bytes stored: values in int4 count half a byte each."""
         value_bits = jnp.iinfo(self.qvalue.dtype).bits
         zero_bits = 0 if self.zero_point is None else self.zero_point.size * value_bits
         return (self.qvalue.size * value_bits + zero_bits) // 8 + self.scale.nbytes
@@ -52,27 +55,31 @@ class QArray:
         values = _split_groups(self.qvalue.astype(jnp.float32), self.axis, self.group_size)
         if self.zero_point is not None:
             values = values - jnp.expand_dims(self.zero_point.astype(jnp.float32), self.axis)
-        return (values * jnp.expand_dims(self.scale, self.axis)).reshape(self.shape).astype(dtype)
+        return (values * jnp.expand_dims(self.scale.astype(jnp.float32), self.axis)).reshape(self.shape).astype(dtype)
 
 
 def quantize(
     w: jax.Array, *, bits: int, axis: int = -2, group_size: int | None = None, symmetric: bool = True,
+    scale_dtype=jnp.float32,
 ) -> QArray:
     """Quantises weights, round to nearest.
 
     Args:
       w: float [..., k, ...].
-      bits: 4 or 8.
+      bits: 2, 3, 4 or 8.
       axis: the axis groups run along; of [E, k, n] expert weights the contraction, -2.
       group_size: elements a group; must divide k. None for the whole axis.
       symmetric: codes within ±(2**(bits-1) - 1) and no zero point; else the whole code range, which then always holds 0
         exactly.
+      scale_dtype: float32 or bfloat16. Codes are nearest with the rounded scale.
 
     Raises:
       ValueError: an argument that does not fit.
     """
     if bits not in WEIGHT_BITS:
         raise ValueError(f"{bits=}: accepted are {', '.join(map(str, WEIGHT_BITS))}")
+    if jnp.dtype(scale_dtype).name not in SCALE_DTYPES:
+        raise ValueError(f"{scale_dtype=}: accepted are {', '.join(SCALE_DTYPES)}")
     if not -w.ndim <= axis < w.ndim:
         raise ValueError(f"{axis=}: {w.shape=} has no such axis")
     axis = axis - w.ndim if axis >= 0 else axis
@@ -81,20 +88,21 @@ def quantize(
     if group_size < 1 or size % group_size:
         raise ValueError(f"{group_size=}: must divide the {size} elements of axis {axis} of {w.shape=}")
     groups = _split_groups(w.astype(jnp.float32), axis, group_size)
-    dtype = jnp.dtype(f"int{bits}")
+    dtype = jnp.dtype("int8" if bits == 8 else "int4")
     top = 2 ** (bits - 1) - 1
     if symmetric:
-        scale = jnp.max(jnp.abs(groups), axis, keepdims=True) / top
+        scale = (jnp.max(jnp.abs(groups), axis, keepdims=True) / top).astype(scale_dtype).astype(jnp.float32)
         zero, bottom = None, -top
     else:
         low = jnp.minimum(jnp.min(groups, axis, keepdims=True), 0.0)
         high = jnp.maximum(jnp.max(groups, axis, keepdims=True), 0.0)
-        scale, bottom = high / (2 * top + 1) - low / (2 * top + 1), -top - 1
+        scale = (high / (2 * top + 1) - low / (2 * top + 1)).astype(scale_dtype).astype(jnp.float32)
+        bottom = -top - 1
         zero = jnp.clip(jnp.round(bottom - low / jnp.where(scale > 0, scale, 1.0)), bottom, top)
     codes = jnp.round(groups / jnp.where(scale > 0, scale, 1.0)) + (0.0 if zero is None else zero)
     qvalue = jnp.clip(codes, bottom, top).reshape(w.shape).astype(jnp.int8).astype(dtype)
     zero_point = None if zero is None else zero.squeeze(axis).astype(jnp.int8).astype(dtype)
-    return QArray(qvalue, scale.squeeze(axis), zero_point, axis, group_size)
+    return QArray(qvalue, scale.squeeze(axis).astype(scale_dtype), zero_point, axis, group_size, bits)
 
 
 def _split_groups(x: jax.Array, axis: int, group_size: int) -> jax.Array:

@@ -75,8 +75,30 @@ class ClosePoint(Point):
         return _lower_close_page(self, array)
 
 
-def points() -> list[Point]:
-    return [*attention_points(), *close_page_points()]
+@dataclasses.dataclass(frozen=True)
+class MatmulPoint:
+    """One advertised call of `grouped_matmul`: `weights` are fields of `WeightLayout`."""
+
+    weights: tuple[tuple[str, object], ...]
+    rows: int = 128
+    num_experts: int = 128
+    glu: bool = False
+    bias: bool = False
+    out_dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        fields = " ".join(f"{k}={v}" for k, v in self.weights)
+        extra = [name for name in ("glu", "bias") if getattr(self, name)]
+        return " ".join(["grouped_matmul", fields, f"M={self.rows} E={self.num_experts}", *extra, self.out_dtype])
+
+    def lower(self, array):
+        """`array(shape, dtype)` makes an argument."""
+        return _lower_grouped_matmul(self, array)
+
+
+def points() -> list[Point | MatmulPoint]:
+    return [*attention_points(), *close_page_points(), *grouped_matmul_points()]
 
 
 def _fmt(k_bits: int, v_bits: int, **others) -> tuple[tuple[str, object], ...]:
@@ -109,7 +131,22 @@ def close_page_points() -> list[Point]:
     return [ClosePoint(_fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim) for head_dim, (k, count, bits), v in cases]
 
 
-def compile_point(point: Point) -> tuple[str, float, str]:
+def grouped_matmul_points() -> list[MatmulPoint]:
+    def weights(bits, k, n, group_size, scale_dtype="float32", has_zero=False):
+        return tuple({"bits": bits, "k": k, "n": n, "group_size": group_size, "scale_dtype": scale_dtype,
+                      "has_zero": has_zero}.items())
+
+    out = [MatmulPoint(weights(bits, 2048, 1536, group, scale, zero), glu=not zero)
+           for bits, group, (scale, zero) in itertools.product(
+               (2, 3, 4, 8), (32, 64, 128, 2048), (("float32", False), ("bfloat16", True)))]
+    out += [MatmulPoint(weights(16, k, 2048, k), bias=True, out_dtype="float32") for k in (768, 2880)]
+    out += [MatmulPoint(weights(4, k, n, 32), 64, 32, bias=True)
+            for k, n in ((704, 2880), (2880, 704), (1408, 2048), (768, 2048), (2880, 2880), (32, 32), (96, 64))]
+    out += [MatmulPoint(weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512)]
+    return out
+
+
+def compile_point(point: Point | MatmulPoint) -> tuple[str, float, str]:
     """(name, seconds, what went wrong or nothing)."""
     start, error = time.perf_counter(), ""
     try:
@@ -119,7 +156,7 @@ def compile_point(point: Point) -> tuple[str, float, str]:
     return point.name, time.perf_counter() - start, error
 
 
-def _compile(point: Point) -> None:
+def _compile(point: Point | MatmulPoint) -> None:
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -166,6 +203,26 @@ def _lower_close_page(point: Point, array):
     tokens = array((3, 2, 128, point.head_dim), jnp.bfloat16)
     return jax.jit(functools.partial(mosaic_gpu.close_page, kv_format=point.kv_format())).lower(
         tokens, tokens, num_sinks=array((3,), jnp.int32))
+
+
+def _lower_grouped_matmul(point: MatmulPoint, array):
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.grouped_matmul import mosaic_gpu
+    from pallas_kernels.packed_weights import PackedWeights, WeightLayout
+
+    layout = WeightLayout(**dict(point.weights))
+    w = PackedWeights(array((point.num_experts, layout.blocks, layout.chunks, layout.words), jnp.uint32), layout)
+    biases = [array((point.num_experts, layout.n), jnp.float32)] if point.bias else []
+    glu = (lambda gate, up: jax.nn.silu(gate) * up) if point.glu else None
+
+    def step(x, w, sizes, *biases):
+        return mosaic_gpu.grouped_matmul(
+            x, w, sizes, bias=biases[0] if biases else None, glu=glu, preferred_element_type=jnp.dtype(point.out_dtype))
+
+    return jax.jit(step).lower(
+        array((point.rows, layout.k), jnp.bfloat16), w, array((point.num_experts,), jnp.int32), *biases)
 
 
 def _use_packaged_assembler() -> None:

@@ -1,0 +1,261 @@
+"""`grouped_matmul` for few rows an expert on NVIDIA Hopper, in Pallas Mosaic GPU.
+
+The rows of each expert are cut into tiles; one work item is a tile and a block of 32 output columns, over the whole contraction.
+A warpgroup takes items until none is left:
+
+    for each step of the item:   copy four chunks of packed weights -> shared memory, one a warp   (asynchronous, stages ahead)
+                                 products on tensor cores from the codes                           (`fragments.add_products`)
+    sum of the four warps -> bias, activation -> output
+
+Copies run ahead over the ends of items: all of a warpgroup's steps are one sequence. Tokens are few and read by everyone: they come
+from the caches straight into registers. An expert's weights are read once for each tile of its rows, and not at all without rows.
+What a row gives depends on nothing but the row and its expert, bit for bit.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import fragments
+from pallas_kernels.grouped_matmul.fragments import SUMS, TOKENS
+from pallas_kernels.packed_weights import ALIGN_WORDS, BLOCK, PackedWeights, WeightLayout
+from pallas_kernels.pallas_utils import cdiv
+from pallas_kernels.sm90 import WARPS
+
+MAX_ROWS = 4096  # above, a kernel that computes 64 rows or more at a time is in order
+MAX_COPIED_ROWS = 256  # of 128 bytes, of one copy
+SMEM_BYTES = 227 * 1024
+MAX_BARRIERS = 32
+OUT_DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the work is laid out; results are the same bits for any.
+
+    Attributes:
+      token_tiles: tiles of eight rows that one reading of the weights serves.
+      warpgroups: of a block, each with work of its own.
+      stages: steps that are on their way or being worked on.
+      blocks: of the grid.
+    """
+
+    token_tiles: int
+    warpgroups: int
+    stages: int
+    blocks: int = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Everything the kernel knows at compile time."""
+
+    layout: WeightLayout
+    tuning: Tuning
+    glu: Callable[..., jax.Array] | None
+    use_twins: bool
+
+    @property
+    def tile_rows(self) -> int:
+        return TOKENS * self.tuning.token_tiles
+
+    @property
+    def steps(self) -> int:
+        """Steps an item."""
+        return cdiv(self.layout.chunks, WARPS)
+
+    @property
+    def columns(self) -> int:
+        """Output columns of a block."""
+        return BLOCK if self.glu is None else BLOCK // 2
+
+
+def grouped_matmul(
+    x, w, group_sizes, *, bias=None, glu: Callable[..., jax.Array] | None = None, preferred_element_type: jnp.dtype,
+    tuning: Tuning | None = None, interpret: Any = None,
+) -> jax.Array:
+    """See `pallas_kernels.grouped_matmul.grouped_matmul`. Codes times bfloat16 x are exact; everything is added up in float32.
+
+    Args:
+      tuning: None for `default_tuning`.
+      interpret: `plgpu.InterpretGPUParams()` to run on CPU, with the plain-JAX twins of the tensor-core steps.
+
+    Raises:
+      NotImplementedError: what this kernel does not serve, by name.
+    """
+    _refuse(x, w, preferred_element_type)
+    tuning = tuning or default_tuning(w.layout, x.shape[0])
+    call = _Call(w.layout, tuning, glu, use_twins=interpret is not None)
+    width = w.layout.n if glu is None else w.layout.n // 2
+    biases = [] if bias is None else [bias.astype(jnp.float32)]
+    num_experts = w.shape[0]
+    words = w.words.reshape(num_experts * w.layout.blocks, w.layout.chunks, -1, ALIGN_WORDS)
+    out = plgpu.kernel(
+        functools.partial(_kernel_body, call), out_type=jax.ShapeDtypeStruct((x.shape[0], width), preferred_element_type),
+        grid=(tuning.blocks,), grid_names=("block",), num_threads=tuning.warpgroups, thread_name="warpgroup",
+        scratch_types={
+            "ring": plgpu.SMEM((tuning.warpgroups, tuning.stages, WARPS, *words.shape[2:]), jnp.uint32),
+            "sums_smem": plgpu.SMEM((tuning.warpgroups, WARPS, BLOCK, TOKENS), jnp.float32),
+            # One a stage of each warpgroup; each warp copies its own chunk.
+            "barriers": plgpu.Barrier(num_arrivals=WARPS, num_barriers=tuning.warpgroups * tuning.stages),
+        },
+        # Barriers of the warpgroup are where this file says `commit_smem`, and nowhere else.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
+        kernel_name="grouped_matmul", interpret=interpret)(x, words, group_sizes, *biases)
+    inside = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
+    return jnp.where(inside[:, None], out, jnp.zeros((), out.dtype))
+
+
+def default_tuning(layout: WeightLayout, rows: int) -> Tuning:
+    """As many steps ahead as fit into shared memory."""
+    token_tiles = min(4, 1 << (cdiv(rows, TOKENS) - 1).bit_length())
+    for warpgroups in (4, 3, 2, 1):
+        room = (SMEM_BYTES - 1024) // warpgroups - WARPS * BLOCK * TOKENS * 4
+        stages = min(room // (WARPS * layout.words * 4 + 8), MAX_BARRIERS // warpgroups, 8)
+        if stages >= 3:
+            return Tuning(token_tiles, warpgroups, stages)
+    raise NotImplementedError(f"mosaic_gpu: chunks of {layout} do not fit into shared memory")
+
+
+def _refuse(x, w, out_dtype) -> None:
+    if not isinstance(w, PackedWeights):
+        raise NotImplementedError(f"mosaic_gpu: {type(w).__name__} weights {w.shape}: only PackedWeights (pack_weights) are read")
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"mosaic_gpu: x.dtype={x.dtype}: only bfloat16")
+    if not 0 < x.shape[0] <= MAX_ROWS:
+        raise NotImplementedError(f"mosaic_gpu: {x.shape=}: 1 to {MAX_ROWS} rows")
+    if jnp.dtype(out_dtype).name not in OUT_DTYPES:
+        raise NotImplementedError(f"mosaic_gpu: preferred_element_type={out_dtype}: only {', '.join(OUT_DTYPES)}")
+
+
+def _kernel_body(call: _Call, x_ref, words_ref, sizes_ref, *refs, ring, sums_smem, barriers):
+    *bias_refs, out_ref = refs
+    group = lax.axis_index("warpgroup")
+    worker = _Worker(
+        call, x_ref, words_ref, sizes_ref, bias_refs, out_ref, ring.at[group], sums_smem.at[group], barriers,
+        first_barrier=group * call.tuning.stages, first_item=lax.axis_index("block") + call.tuning.blocks * group)
+    worker.run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A tile of rows of one expert, and a block of columns. All int32 scalars."""
+
+    expert: Any
+    first_row: Any
+    end_row: Any
+    block: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """A warpgroup: its refs, and which items are its own: `first_item` and every `stride`-th after it."""
+
+    call: _Call
+    x: Any
+    words: Any
+    sizes: Any
+    biases: list
+    out: Any
+    ring: Any
+    sums_smem: Any
+    barriers: Any
+    first_barrier: Any
+    first_item: Any
+
+    @property
+    def stride(self) -> int:
+        return self.call.tuning.blocks * self.call.tuning.warpgroups
+
+    def run(self) -> None:
+        *_, tiles = self._find_tile(jnp.int32(0))
+        items = lax.div(jnp.maximum(tiles * self.call.layout.blocks - self.first_item, 0) + (self.stride - 1), self.stride)
+        num_steps = items * self.call.steps
+
+        def first(step, _):
+            self._fetch(step)
+
+        lax.fori_loop(0, jnp.minimum(num_steps, self.call.tuning.stages), first, None)
+        lax.fori_loop(0, items, functools.partial(self._run_item, num_steps), None)
+
+    def _find_tile(self, index) -> tuple[jax.Array, ...]:
+        return fragments.find_tile(self.sizes, index, self.call.tile_rows, use_twins=self.call.use_twins)
+
+    def _item(self, number) -> _Item:
+        index = self.first_item + number * self.stride
+        expert, first_row, expert_end, _ = self._find_tile(lax.div(index, self.call.layout.blocks))
+        end_row = jnp.minimum(first_row + self.call.tile_rows, expert_end)
+        return _Item(expert, first_row, end_row, lax.rem(index, self.call.layout.blocks))
+
+    def _fetch(self, step) -> None:
+        """Starts the copies of the warpgroup's step `step`, a chunk a warp; chunks past the matrix arrive as zeros."""
+        call = self.call
+        item = self._item(lax.div(step, call.steps))
+        matrix = item.expert * call.layout.blocks + item.block
+        first_chunk = lax.rem(step, call.steps) * WARPS
+        stage = lax.rem(step, call.tuning.stages)
+
+        @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
+        def fetch():
+            warp = lax.axis_index("warp")
+            plgpu.copy_gmem_to_smem(
+                self.words.at[matrix, pl.ds(first_chunk + warp, 1)], self.ring.at[stage, pl.ds(warp, 1)],
+                self.barriers.at[self.first_barrier + stage])
+
+        fetch()
+
+    def _run_item(self, num_steps, number, _) -> None:
+        call = self.call
+        item = self._item(number)
+
+        def add_step(i, sums):
+            step = number * call.steps + i
+            stage = lax.rem(step, call.tuning.stages)
+            plgpu.barrier_wait(self.barriers.at[self.first_barrier + stage])
+            sums = fragments.add_products(
+                call.layout, self.ring.at[stage], self.x, item.first_row, item.end_row, i * WARPS, sums, use_twins=call.use_twins)
+            fragments.warp_done(use_twins=call.use_twins)  # the chunk that one warp reads is copied by that warp
+
+            @pl.when(step + call.tuning.stages < num_steps)
+            def _():
+                self._fetch(step + call.tuning.stages)
+
+            return sums
+
+        empty = plgpu.layout_cast(jnp.zeros((WARPS, BLOCK, TOKENS), jnp.float32), SUMS)
+        all_sums = lax.fori_loop(0, call.steps, add_step, (empty,) * call.tuning.token_tiles)
+        for t, sums in enumerate(all_sums):
+            @pl.when(item.first_row + TOKENS * t < item.end_row)
+            def _(t=t, sums=sums):
+                self._write(item, item.first_row + TOKENS * t, sums)
+
+    def _write(self, item: _Item, first_row, sums) -> None:
+        """Sums the four warps and writes eight rows."""
+        call = self.call
+        self.sums_smem[...] = sums
+        plgpu.commit_smem()
+        layout = fragments.output_layout(call.columns)
+        parts = []
+        for first in range(0, BLOCK, call.columns):
+            warps = [plgpu.load(self.sums_smem.at[w, pl.ds(first, call.columns)], layout=layout, optimized=False)
+                     for w in range(WARPS)]
+            part = functools.reduce(jnp.add, warps)
+            if self.biases:
+                bias = plgpu.load(
+                    self.biases[0].at[item.expert, pl.ds(item.block * BLOCK + first, call.columns)], layout=layout.reduce(1),
+                    optimized=False)
+                part = part + plgpu.layout_cast(lax.broadcast_in_dim(bias, part.shape, [0]), layout)
+            parts.append(part)
+        values = parts[0] if call.glu is None else call.glu(*parts)
+        fragments.store_rows(
+            self.out, values.astype(self.out.dtype), first_row, item.end_row, item.block * call.columns, use_twins=call.use_twins)
+        plgpu.commit_smem()
