@@ -1,34 +1,54 @@
 """`grouped_matmul`: rows sorted by expert, each group times its expert's matrix."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.packed_weights import BLOCK, PackedWeights
 from pallas_kernels.qarray import QArray
 
+
+def _mosaic_gpu(*args, **kwargs) -> jax.Array:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on {jax.default_backend()}")
+    capability = jax.devices()[0].compute_capability
+    if capability != "9.0":
+        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on a GPU of {capability=}")
+    from pallas_kernels.grouped_matmul import mosaic_gpu  # needs parts of jax that other platforms may lack
+
+    return mosaic_gpu.grouped_matmul(*args, **kwargs)
+
+
+dispatch.register("grouped_matmul", "mosaic_gpu", _mosaic_gpu)
 dispatch.register("grouped_matmul", "reference", reference.grouped_matmul)
 dispatch.register("grouped_matmul", "ragged_dot", reference.ragged_dot)
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, implementation: str | None = None,
+    x: jax.Array, w: jax.Array | QArray | PackedWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
+    glu: Callable[[jax.Array, jax.Array], jax.Array] | None = None, implementation: str | None = None,
     preferred_element_type=None,
 ) -> jax.Array:
     """Multiplies consecutive groups of rows with one matrix each.
 
-    Differentiable in `x`, and in `w` where it is a plain array. Accumulates in float32.
+    Differentiable in `x`, and in `w` where it is a plain array; then in `bias` too. Accumulates in float32.
 
     Args:
       x: float [M, k]. The first group_sizes[0] rows belong to expert 0, the next group_sizes[1] to expert 1, and so on.
-      w: float [E, k, n], or a `QArray` of that shape with groups along k (axis -2).
+      w: float [E, k, n], or a `QArray` of that shape with groups along k (axis -2), or `PackedWeights` of it.
       group_sizes: int32 [E], not negative, sum at most M.
+      bias: float [E, n], added to the rows of each expert.
+      glu: joins two halves of the columns, elementwise: glu(gate, up), float32 [rows, columns] in any order of axes. Columns
+        alternate in runs of 16, gate first (`packed_weights.interleave`); n is then a multiple of 32.
       implementation: None for the first of the platform's order that can serve the call, or a registered name.
       preferred_element_type: dtype of the result; None for the dtype of `x`.
 
     Returns:
-      [M, n]. Rows beyond sum(group_sizes) are 0, whatever they hold in `x`.
+      [M, n], or [M, n / 2] with `glu`. Rows beyond sum(group_sizes) are 0, whatever they hold in `x`.
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
@@ -43,8 +63,12 @@ def grouped_matmul(
     if isinstance(w, QArray):
         if w.axis != -2:
             raise ValueError(f"w.axis={w.axis}: quantisation groups must run along k, axis -2")
-    elif not jnp.issubdtype(w.dtype, jnp.floating):
-        raise ValueError(f"{w.dtype=}: must be a float dtype or a QArray")
+    elif not isinstance(w, PackedWeights) and not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ValueError(f"{w.dtype=}: must be a float dtype, a QArray or PackedWeights")
+    if bias is not None and bias.shape != (w.shape[0], w.shape[2]):
+        raise ValueError(f"{bias.shape=}: must be {(w.shape[0], w.shape[2])}, of {w.shape=}")
+    if glu is not None and w.shape[2] % BLOCK:
+        raise ValueError(f"{w.shape=}: with glu, the columns must be a multiple of {BLOCK}")
     out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
     return dispatch.call(
-        "grouped_matmul", implementation, x, w, group_sizes, preferred_element_type=out_dtype)
+        "grouped_matmul", implementation, x, w, group_sizes, bias=bias, glu=glu, preferred_element_type=out_dtype)

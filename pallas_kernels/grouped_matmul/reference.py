@@ -7,34 +7,54 @@ reads only the woken experts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.packed_weights import PackedWeights, deinterleave
 from pallas_kernels.pallas_utils import compute_dtype
 from pallas_kernels.qarray import QArray
 
 MAX_TILE_ROWS = 128
 
 
+QUANTISED = (QArray, PackedWeights)
+
+
 def grouped_matmul(
-    x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, preferred_element_type: jnp.dtype,
+    x: jax.Array, w: jax.Array | QArray | PackedWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
+    glu: Callable | None = None, preferred_element_type: jnp.dtype,
 ) -> jax.Array:
     """See `pallas_kernels.grouped_matmul.grouped_matmul`."""
-    if isinstance(w, QArray):
-        return _forward(x, w, group_sizes, preferred_element_type)
-    return _differentiable(x, w, group_sizes, preferred_element_type)
+    multiply = _forward if isinstance(w, QUANTISED) else _differentiable
+    if bias is None and glu is None:
+        return multiply(x, w, group_sizes, preferred_element_type)
+    y = multiply(x, w, group_sizes, jnp.dtype(jnp.float32))
+    return _finish(y, group_sizes, bias, glu).astype(preferred_element_type)
 
 
 def ragged_dot(
-    x: jax.Array, w: jax.Array | QArray, group_sizes: jax.Array, *, preferred_element_type: jnp.dtype,
+    x: jax.Array, w: jax.Array | QArray | PackedWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
+    glu: Callable | None = None, preferred_element_type: jnp.dtype,
 ) -> jax.Array:
     """The same through `jax.lax.ragged_dot`, which has a grouped kernel on TPU; quantised weights are dequantised first."""
-    w = w.dequantize(x.dtype) if isinstance(w, QArray) else w.astype(x.dtype)
-    y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=preferred_element_type)
-    inside = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
-    return jnp.where(inside[:, None], y, jnp.zeros((), y.dtype))
+    w = w.dequantize(x.dtype) if isinstance(w, QUANTISED) else w.astype(x.dtype)
+    plain = bias is None and glu is None
+    y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=preferred_element_type if plain else jnp.float32)
+    return _finish(y, group_sizes, bias, glu).astype(preferred_element_type)
+
+
+def _finish(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, glu: Callable | None) -> jax.Array:
+    """Adds each expert's bias to its rows, joins gate and up, and zeroes the rows that no expert has."""
+    row = jnp.arange(y.shape[0], dtype=jnp.int32)
+    if bias is not None:
+        expert = jnp.sum(row[:, None] >= jnp.cumsum(group_sizes), axis=1, dtype=jnp.int32)
+        y = y + bias.astype(y.dtype)[jnp.minimum(expert, bias.shape[0] - 1)]
+    if glu is not None:
+        y = glu(*deinterleave(y))
+    return jnp.where((row < jnp.sum(group_sizes))[:, None], y, jnp.zeros((), y.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -116,7 +136,7 @@ def _tiles(group_sizes: jax.Array, tile: int):
     return tile_ends[-1], locate
 
 
-def _expert_weights(w: jax.Array | QArray, expert: jax.Array, dtype) -> jax.Array:
+def _expert_weights(w: jax.Array | QArray | PackedWeights, expert: jax.Array, dtype) -> jax.Array:
     """Weights of one expert in `dtype`."""
     one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), w)
-    return one.dequantize(dtype) if isinstance(one, QArray) else one.astype(dtype)
+    return one.dequantize(dtype) if isinstance(one, QUANTISED) else one.astype(dtype)

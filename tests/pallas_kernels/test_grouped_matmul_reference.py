@@ -3,10 +3,14 @@ import pytest
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.qarray import quantize
-from tests.pallas_kernels.grouped_matmul_cases import GroupedMatmulCases
+from tests.pallas_kernels.grouped_matmul_cases import GroupedMatmulCases, PackedMatmulCases
 
 
 class TestReference(GroupedMatmulCases):
+    implementation = "reference"
+
+
+class TestReferencePacked(PackedMatmulCases):
     implementation = "reference"
 
 
@@ -19,6 +23,8 @@ class TestRaggedDot(GroupedMatmulCases):
     ({"x": jnp.zeros((4, 8), jnp.int32)}, "x.dtype"),
     ({"w": jnp.zeros((3, 8, 6), jnp.int8)}, "w.dtype"),
     ({"w": quantize(jnp.ones((3, 8, 6)), bits=8, axis=-1)}, "w.axis=-1"),
+    ({"bias": jnp.zeros((3, 8))}, "bias.shape"),
+    ({"glu": jnp.multiply}, "multiple of 32"),
     ({"group_sizes": jnp.zeros(2, jnp.int32)}, "group_sizes.shape"),
     ({"group_sizes": jnp.zeros(3)}, "group_sizes.dtype"),
 ])
