@@ -66,8 +66,8 @@ class WeightLayout:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a multiple of {UNIT}")
         if self.bits not in (2, 3, 4, 8, 16):
             raise ValueError(f"bits={self.bits}: accepted are 2, 3, 4, 8, 16")
-        if self.group_size % self.chunk and self.chunk % self.group_size or self.k % self.group_size:
-            raise ValueError(f"group_size={self.group_size}: must divide k={self.k}, and divide {self.chunk} or be a multiple of it")
+        if self.k % self.group_size or min(self.group_size % self.chunk, self.chunk % self.group_size):
+            raise ValueError(f"group_size={self.group_size}: must divide k={self.k}, and divide or be divided by {self.chunk}")
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"scale_dtype={self.scale_dtype!r}: accepted are {', '.join(SCALE_DTYPES)}")
 
@@ -179,14 +179,16 @@ def pack_weights(w: QArray | jax.Array) -> PackedWeights:
 def unpack_weights(packed: PackedWeights) -> QArray | jax.Array:
     """The inverse of `pack_weights`, any leading axes."""
     layout = packed.layout
-    codes, scale, zero = (None if x is None else _join_chunks(x) for x in unpack_chunks(packed.words, layout))
-    if layout.bits == 16:
+    codes, scale, zero = unpack_chunks(packed.words, layout)
+    codes = _join_chunks(codes)
+    if scale is None:
         return lax.bitcast_convert_type(codes.astype(jnp.uint16), jnp.bfloat16)
     dtype = jnp.dtype("int8" if layout.bits == 8 else "int4")
     stride = max(1, layout.group_size // layout.chunk)
     qvalue = (codes.astype(jnp.int32) - (1 << layout.bits - 1)).astype(jnp.int8).astype(dtype)
-    zero = None if zero is None else zero[..., ::stride, :].astype(jnp.int8).astype(dtype)
-    return QArray(qvalue, scale[..., ::stride, :], zero, -2, layout.group_size, layout.bits)
+    scale = _join_chunks(scale)[..., ::stride, :]
+    zero_point = None if zero is None else _join_chunks(zero)[..., ::stride, :].astype(jnp.int8).astype(dtype)
+    return QArray(qvalue, scale, zero_point, -2, layout.group_size, layout.bits)
 
 
 def interleave(gate, up):
@@ -204,7 +206,7 @@ def interleave(gate, up):
 def deinterleave(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The inverse of `interleave`: gate and up."""
     pairs = x.reshape(*x.shape[:-1], -1, 2, BLOCK // 2)
-    return tuple(pairs[..., i, :].reshape(*x.shape[:-1], -1) for i in range(2))
+    return pairs[..., 0, :].reshape(*x.shape[:-1], -1), pairs[..., 1, :].reshape(*x.shape[:-1], -1)
 
 
 def unpack_chunks(words: jax.Array, layout: WeightLayout) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
@@ -273,7 +275,7 @@ def _shifts(bits: int) -> jax.Array:
 
 
 def _pack_numbers(x: jax.Array, layout: WeightLayout) -> jax.Array:
-    """[k / group_size, n] to words [blocks, chunks, groups * 32 numbers], ordered as g, r, u; of two in a word the first is the low half."""
+    """[k / group_size, n] to words [blocks, chunks, groups * 32 numbers], ordered as g, r, u; in halves of words, low first."""
     x = jnp.repeat(x, max(1, layout.group_size // layout.chunk), axis=0)
     # [chunk, group, block, r, u, g] -> [block, chunk, group, g, r, u]
     x = x.reshape(layout.chunks, layout.groups, layout.blocks, 2, 2, 8).transpose(2, 0, 1, 5, 3, 4)

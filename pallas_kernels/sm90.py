@@ -106,8 +106,8 @@ def _pointer_type(address: ir.Value):
 def prefix_sum(x: ir.Value) -> ir.Value:
     """Sum of the int32 `x` of this lane and those below it."""
     for distance in (1, 2, 4, 8, 16):
-        x = asm("{.reg .pred p; .reg .b32 t; shfl.sync.up.b32 t|p, $1, %d, 0, 0xffffffff; selp.b32 t, t, 0, p; "
-                "add.u32 $0, t, $1;}" % distance, "=r,r", [x], in_step=True)
+        code = (f"shfl.sync.up.b32 t|p, $1, {distance}, 0, 0xffffffff; selp.b32 t, t, 0, p; add.u32 $0, t, $1;")
+        x = asm(f"{{.reg .pred p; .reg .b32 t; {code}}}", "=r,r", [x], in_step=True)
     return x
 
 

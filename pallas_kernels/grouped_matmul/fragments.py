@@ -126,7 +126,7 @@ def _find_tile_twin(sizes, index, tile_rows: int) -> tuple[jax.Array, ...]:
 
 def _add_products_twin(layout: WeightLayout, words, x, first_row, first_chunk, sums):
     codes, scale, zero = unpack_chunks(words.reshape(WARPS, -1)[:, :layout.words], layout)
-    if layout.bits == 16:
+    if scale is None:
         groups, scale = 1, jnp.ones((WARPS, 1, BLOCK), jnp.float32)
         values = jax.lax.bitcast_convert_type(codes.astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
     else:

@@ -117,7 +117,7 @@ def grouped_matmul(
 
 def default_tuning(layout: WeightLayout, rows: int) -> Tuning:
     """As many steps ahead as fit into shared memory."""
-    token_tiles = min(4, 1 << (cdiv(rows, TOKENS) - 1).bit_length())
+    token_tiles = min(2, 1 << (cdiv(rows, TOKENS) - 1).bit_length())
     for warpgroups in (4, 3, 2, 1):
         room = (SMEM_BYTES - 1024) // warpgroups - WARPS * BLOCK * TOKENS * 4
         stages = min(room // (WARPS * layout.words * 4 + 8), MAX_BARRIERS // warpgroups, 8)
@@ -156,6 +156,16 @@ class _Item:
     block: Any
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["number", "matrix", "first_chunk"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the copies have got to. int32 scalars: the warpgroup's how-manieth item, which packed block, which chunks of it."""
+
+    number: Any
+    matrix: Any
+    first_chunk: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class _Worker:
     """A warpgroup: its refs, and which items are its own: `first_item` and every `stride`-th after it."""
@@ -177,15 +187,12 @@ class _Worker:
         return self.call.tuning.blocks * self.call.tuning.warpgroups
 
     def run(self) -> None:
+        stages = self.call.tuning.stages
         *_, tiles = self._find_tile(jnp.int32(0))
         items = lax.div(jnp.maximum(tiles * self.call.layout.blocks - self.first_item, 0) + (self.stride - 1), self.stride)
-        num_steps = items * self.call.steps
-
-        def first(step, _):
-            self._fetch(step)
-
-        lax.fori_loop(0, jnp.minimum(num_steps, self.call.tuning.stages), first, None)
-        lax.fori_loop(0, items, functools.partial(self._run_item, num_steps), None)
+        place = _Place(jnp.int32(0), self._matrix(self._item(jnp.int32(0))), jnp.int32(0))
+        place = lax.fori_loop(0, stages, lambda stage, place: self._copy(items, stage, place), place)
+        lax.fori_loop(0, items, functools.partial(self._run_item, items), (place, jnp.int32(0)))
 
     def _find_tile(self, index) -> tuple[jax.Array, ...]:
         return fragments.find_tile(self.sizes, index, self.call.tile_rows, use_twins=self.call.use_twins)
@@ -196,47 +203,48 @@ class _Worker:
         end_row = jnp.minimum(first_row + self.call.tile_rows, expert_end)
         return _Item(expert, first_row, end_row, lax.rem(index, self.call.layout.blocks))
 
-    def _fetch(self, step) -> None:
-        """Starts the copies of the warpgroup's step `step`, a chunk a warp; chunks past the matrix arrive as zeros."""
-        call = self.call
-        item = self._item(lax.div(step, call.steps))
-        matrix = item.expert * call.layout.blocks + item.block
-        first_chunk = lax.rem(step, call.steps) * WARPS
-        stage = lax.rem(step, call.tuning.stages)
+    def _matrix(self, item: _Item):
+        return item.expert * self.call.layout.blocks + item.block
 
+    def _copy(self, items, stage, place: _Place) -> _Place:
+        """Starts the copies of one step, a chunk a warp; chunks past the matrix arrive as zeros. Returns the step after it."""
         @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
-        def fetch():
+        def copy():
             warp = lax.axis_index("warp")
-            plgpu.copy_gmem_to_smem(
-                self.words.at[matrix, pl.ds(first_chunk + warp, 1)], self.ring.at[stage, pl.ds(warp, 1)],
-                self.barriers.at[self.first_barrier + stage])
 
-        fetch()
+            @pl.when(place.number < items)
+            def _():
+                plgpu.copy_gmem_to_smem(
+                    self.words.at[place.matrix, pl.ds(place.first_chunk + warp, 1)], self.ring.at[stage, pl.ds(warp, 1)],
+                    self.barriers.at[self.first_barrier + stage])
 
-    def _run_item(self, num_steps, number, _) -> None:
+        copy()
+        last = place.first_chunk + WARPS >= self.call.layout.chunks
+        number = jnp.where(last, place.number + 1, place.number)
+        matrix = lax.cond(last, lambda: self._matrix(self._item(number)), lambda: place.matrix)
+        return _Place(number, matrix, jnp.where(last, 0, place.first_chunk + WARPS))
+
+    def _run_item(self, items, number, state):
         call = self.call
         item = self._item(number)
 
-        def add_step(i, sums):
-            step = number * call.steps + i
-            stage = lax.rem(step, call.tuning.stages)
+        def add_step(i, state):
+            place, stage, sums = state
             plgpu.barrier_wait(self.barriers.at[self.first_barrier + stage])
             sums = fragments.add_products(
                 call.layout, self.ring.at[stage], self.x, item.first_row, item.end_row, i * WARPS, sums, use_twins=call.use_twins)
             fragments.warp_done(use_twins=call.use_twins)  # the chunk that one warp reads is copied by that warp
-
-            @pl.when(step + call.tuning.stages < num_steps)
-            def _():
-                self._fetch(step + call.tuning.stages)
-
-            return sums
+            place = self._copy(items, stage, place)
+            return place, jnp.where(stage + 1 == call.tuning.stages, 0, stage + 1), sums
 
         empty = plgpu.layout_cast(jnp.zeros((WARPS, BLOCK, TOKENS), jnp.float32), SUMS)
-        all_sums = lax.fori_loop(0, call.steps, add_step, (empty,) * call.tuning.token_tiles)
+        place, stage, all_sums = lax.fori_loop(0, call.steps, add_step, (*state, (empty,) * call.tuning.token_tiles))
         for t, sums in enumerate(all_sums):
             @pl.when(item.first_row + TOKENS * t < item.end_row)
             def _(t=t, sums=sums):
                 self._write(item, item.first_row + TOKENS * t, sums)
+
+        return place, stage
 
     def _write(self, item: _Item, first_row, sums) -> None:
         """Sums the four warps and writes eight rows."""

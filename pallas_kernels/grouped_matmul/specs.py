@@ -3,24 +3,50 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatmulSpec:
-    """`bits` is None for plain weights, else 4 or 8 with groups of `group_size` along k."""
+    """m rows are m / top_k tokens, each with top_k different experts, drawn evenly.
+
+    `bits` is None for bfloat16 weights, else what codes have, packed, with groups of `group_size` along k and scales of
+    `scale_dtype`. With `glu`, columns are gate and up in turn (`packed_weights.interleave`) and n / 2 come out.
+    """
 
     m: int
     k: int
     n: int
     num_experts: int
+    top_k: int
     bits: int | None = None
     group_size: int | None = None
+    scale_dtype: str = "float32"
+    glu: bool = False
+
+    def topk_idx(self, seed: int) -> np.ndarray:
+        """int [m / top_k, top_k], the experts of each token."""
+        rng = np.random.default_rng(seed)
+        return np.stack([rng.choice(self.num_experts, self.top_k, replace=False) for _ in range(self.m // self.top_k)])
+
+    def group_sizes(self, seed: int) -> np.ndarray:
+        """Rows of each expert, int32 [E]."""
+        return np.bincount(self.topk_idx(seed).reshape(-1), minlength=self.num_experts).astype(np.int32)
+
+
+def _qwen3_30b(batch: int, bits: int | None, *, down: bool = False) -> GroupedMatmulSpec:
+    k, n = (768, 2048) if down else (2048, 2 * 768)
+    return GroupedMatmulSpec(
+        m=8 * batch, k=k, n=n, num_experts=128, top_k=8, bits=bits, group_size=None if bits is None else 128, glu=not down)
 
 
 SPECS = {
-    "tiny_decode": GroupedMatmulSpec(m=2, k=256, n=512, num_experts=8),
-    "tiny_prefill": GroupedMatmulSpec(m=1024, k=256, n=512, num_experts=8),
-    "qwen3_30b_decode": GroupedMatmulSpec(m=128, k=2048, n=768, num_experts=128, bits=4, group_size=128),
-    "gpt_oss_20b_decode": GroupedMatmulSpec(m=64, k=2880, n=2880, num_experts=32, bits=4, group_size=32),
-    "olmoe_decode": GroupedMatmulSpec(m=64, k=2048, n=1024, num_experts=64, bits=8, group_size=128),
-    "mixtral_prefill": GroupedMatmulSpec(m=4096, k=4096, n=14336, num_experts=8),
+    "tiny_int4": GroupedMatmulSpec(m=4, k=256, n=64, num_experts=8, top_k=2, bits=4, group_size=64, glu=True),
+    "tiny_bf16": GroupedMatmulSpec(m=4, k=256, n=64, num_experts=8, top_k=2),
+    **{f"qwen3_30b_b{batch}_{name}_{f'int{bits}' if bits else 'bf16'}": _qwen3_30b(batch, bits, down=name == "down")
+       for batch in (1, 4, 16, 64) for name in ("gate_up", "down") for bits in (4, 8, None)},
+    "gpt_oss_20b_b16_down_int4": GroupedMatmulSpec(
+        m=64, k=2880, n=2880, num_experts=32, top_k=4, bits=4, group_size=32, scale_dtype="bfloat16"),
+    "olmoe_b8_gate_up_int8": GroupedMatmulSpec(
+        m=64, k=2048, n=2048, num_experts=64, top_k=8, bits=8, group_size=128, glu=True),
 }

@@ -57,7 +57,8 @@ def test_every_bit_of_the_words_is_used(bits):
     np.testing.assert_array_equal(pack_weights(jax.tree.map(lambda x: x[None], q)).words[0], words)
 
 
-@pytest.mark.parametrize(("bits", "row", "column"), [(4, 0, 0), (4, 255, 63), (2, 77, 13), (8, 130, 41), (16, 201, 31), (3, 40, 58), (16, 18, 20)])
+@pytest.mark.parametrize(("bits", "row", "column"), [
+    (4, 0, 0), (4, 255, 63), (2, 77, 13), (8, 130, 41), (16, 201, 31), (3, 40, 58), (16, 18, 20)])
 def test_where_one_code_goes(bits, row, column):
     """A single code that is not all zeros, against the layout worked out from the register order of the instruction."""
     if bits == 16:

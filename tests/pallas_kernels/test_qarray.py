@@ -9,7 +9,8 @@ W = np.random.default_rng(0).normal(size=(3, 32, 6)).astype(np.float32) + 0.5
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("bits", "axis", "group_size"), [(4, -2, 8), (8, -2, None), (4, 1, 16), (8, -1, 3), (3, -2, 8), (2, -2, 8)])
+@pytest.mark.parametrize(("bits", "axis", "group_size"), [
+    (4, -2, 8), (8, -2, None), (4, 1, 16), (8, -1, 3), (3, -2, 8), (2, -2, 8)])
 def test_error_within_half_a_step(bits, axis, group_size, symmetric):
     q = quantize(jnp.asarray(W), bits=bits, axis=axis, group_size=group_size, symmetric=symmetric)
     assert q.shape == W.shape and q.qvalue.dtype == f"int{max(4, bits)}" and (q.zero_point is None) == symmetric
@@ -39,7 +40,8 @@ def test_is_a_pytree_that_can_be_indexed_and_jitted():
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
-    ({"bits": 5}, "bits=5"), ({"bits": 4, "scale_dtype": "float16"}, "scale_dtype"), ({"bits": 4, "group_size": 5}, "group_size=5"), ({"bits": 4, "axis": 3}, "axis=3")])
+    ({"bits": 5}, "bits=5"), ({"bits": 4, "axis": 3}, "axis=3"),
+    ({"bits": 4, "scale_dtype": "float16"}, "scale_dtype"), ({"bits": 4, "group_size": 5}, "group_size=5")])
 def test_bad_input_is_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         quantize(jnp.asarray(W), **kwargs)
