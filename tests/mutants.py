@@ -107,6 +107,8 @@ MUTANTS = (
            "jnp.take_along_axis(choice_TE,", "tests/pallas_kernels/test_fused_router_reference.py -k correction"),
     Mutant("page closed into the next place", "moejax/kv_cache.py", "oldest = ends // page_size - kv_format.open_pages",
            "oldest = ends // page_size - kv_format.open_pages + 1", "tests/moejax/test_kv_cache.py"),
+    Mutant("quantised in every step", "moejax/kv_cache.py", "i, barred = jax.lax.optimization_barrier((i, opened))",
+           "barred = opened", "tests/moejax/test_decode.py -k fills_no_page"),
     Mutant("newest page closed in place of the oldest", "moejax/kv_cache.py",
            "start = oldest[row] % kv_format.open_pages * page_size",
            "start = (oldest[row] - 1) % kv_format.open_pages * page_size", "tests/moejax/test_kv_cache.py"),

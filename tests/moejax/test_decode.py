@@ -1,6 +1,7 @@
 """Decoding through the paged cache against the forward pass without one, and what the compiled programs do with memory."""
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,18 @@ def test_score_piece_is_the_log_softmax_of_prefill():
             assert_close(log_probs[i], expected, "decode_f32")
             assert top[i] == np.argmax(logits)
         start += q_len
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_a_step_that_fills_no_page_quantises_nothing(max_batch):
+    """XLA moves what does not depend on the row out of the loop over rows that filled: into every step, if it may."""
+    spec, params = split(WIDTHS[2])
+    state = decode.init_state(spec, max_batch=max_batch, num_pages=tiny.NUM_PAGES, max_len=tiny.MAX_LEN)
+    text = decode.decode_step.lower(spec, params, state, DECODABLE).compile().as_text()
+    step = re.search(r"\nENTRY [^\n]*\n(.*?)\n\}", text, re.DOTALL)
+    assert step and "reduce_min" in text
+    outside = [line for line in step[1].splitlines() if "/while/body/" in line]
+    assert not [line for line in outside if re.search(r"= \(?(f32|bf16)\[", line)]
 
 
 def test_decode_step_is_one_step_of_generate():
