@@ -30,13 +30,14 @@ def perplexity_increase_pct(log_probs: np.ndarray, reference: np.ndarray) -> dic
     return {"perplexity_increase_pct": mean, "perplexity_increase_pct_low": low, "perplexity_increase_pct_high": high}
 
 
-def kl_metrics(kl: np.ndarray) -> dict[str, float]:
-    """Mean KL divergence in nats with its interval, and its drift: the slope of a straight line through the KL of each position,
-    in nats per 1,000 positions. kl [W, T]."""
+def kl_metrics(kl: np.ndarray) -> dict[str, float | list[float]]:
+    """Mean KL divergence in nats with its interval; its drift: the slope of a straight line through the KL of each position, in
+    nats per 1,000 positions; and by position: the mean of each `BLOCK_TOKENS` positions in turn. kl [W, T]."""
     mean, low, high = bootstrap(kl)
     positions = np.arange(kl.shape[1])
     slope = float(np.polyfit(positions, kl.mean(axis=0), 1)[0]) if kl.shape[1] > 1 else 0.0
-    return {"kl": mean, "kl_low": low, "kl_high": high, "kl_drift_per_1k": 1000 * slope}
+    by_position = kl.mean(axis=0).reshape(-1, math.gcd(BLOCK_TOKENS, kl.shape[1])).mean(axis=1)
+    return {"kl": mean, "kl_low": low, "kl_high": high, "kl_drift_per_1k": 1000 * slope, "kl_by_position": by_position.tolist()}
 
 
 def routing_flips_pct(

@@ -26,6 +26,28 @@ def drawing(path: pathlib.Path, *, size: tuple[float, float], dpi: int):
 
 
 @dataclasses.dataclass(frozen=True)
+class KLByPosition:
+    """The key "kl_by_position" of each row, over a window of `context` tokens."""
+
+    rows: list[dict]
+    context: int
+
+    def save(self, folder: pathlib.Path) -> str:
+        """Writes a PNG and returns its name."""
+        name = "kl_by_position.png"
+        with drawing(folder / name, size=(7, 4.5), dpi=150) as axes:
+            for row in self.rows:
+                values, step = row["kl_by_position"], self.context / len(row["kl_by_position"])
+                if any(values):  # not the 16-bit cache itself
+                    axes.plot([step * (i + 0.5) for i in range(len(values))], values, label=row["format"], linewidth=1)
+            axes.set(yscale="log", xlabel="position in the window, tokens", ylabel=LABELS["kl"])
+            if axes.get_lines():
+                axes.legend(fontsize=7)
+            axes.grid(alpha=0.3)
+        return name
+
+
+@dataclasses.dataclass(frozen=True)
 class Quality:
     """One labelled point a row: `x` against `y`, keys of the rows."""
 

@@ -225,7 +225,7 @@ class Bench:
             "checkpoint": self.checkpoint, "checkpoint_weights": weights, "texts": list(self.texts), "context_tokens": self.context,
             "scored_tokens": len(self.windows) * self.context, "perplexity_16bit": perplexity(self.reference_log_probs),
             "rows": rows, "implementation": dispatch.last_implementation("paged_attention") if sample_tokens else "scoring",
-            "plot": plots.Quality(rows, "effective_bits", "perplexity"),
+            "plot": plots.Quality(rows, "effective_bits", "perplexity"), "plot_by_position": plots.KLByPosition(rows, self.context),
         }
 
     @functools.cached_property

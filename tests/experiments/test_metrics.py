@@ -35,6 +35,7 @@ def test_drift_is_the_slope():
     result = metrics.kl_metrics(kl)
     assert result["kl_drift_per_1k"] == pytest.approx(3) and result["kl"] == pytest.approx(kl.mean())
     assert result["kl_low"] < result["kl"] < result["kl_high"]
+    np.testing.assert_allclose(result["kl_by_position"], [0.5 + 0.003 * (64 * i + 31.5) for i in range(4)])
 
 
 def test_routing_flips_by_hand():

@@ -58,8 +58,10 @@ def test_table_and_files(checkpoint, run, tmp_path):
     assert 0 < rows[1]["routing_flip_pct"] < rows[2]["routing_flip_pct"] < 100
     assert rows[1]["attention_error"] < rows[2]["attention_error"] == pytest.approx(np.mean(rows[2]["attention_error_by_layer"]))
     assert "| k2v2" in done.out
-    png = (tmp_path / "perplexity_by_effective_bits.png").read_bytes()
-    assert png.startswith(b"\x89PNG") and len(png) > 5000
+    for name in ("perplexity_by_effective_bits", "kl_by_position"):
+        png = (tmp_path / f"{name}.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and len(png) > 5000
+    assert len(rows[1]["kl_by_position"]) == 3 and np.mean(rows[1]["kl_by_position"]) == pytest.approx(rows[1]["kl"])
     assert {p.name for p in tmp_path.iterdir()} >= {"results.jsonl", "config.gin", "environment.json"}
 
 
