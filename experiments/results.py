@@ -1,15 +1,21 @@
 """Where results go: one JSONL record a run, beside the operative configuration and the environment that made it."""
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
+import logging
 import math
 import os
 import pathlib
 import platform
 import shlex
 import subprocess
-from typing import Any
+import tempfile
+from typing import Any, BinaryIO
+
+log = logging.getLogger(__name__)
 
 
 class Output:
@@ -19,22 +25,21 @@ class Output:
     `environment.json` (versions, devices, command, revision).
 
     Raises:
-      OSError, ValueError: the folder cannot be made or written.
+      ValueError: the folder cannot be made or written. Nothing is, before `write_config`.
     """
 
     def __init__(self, folder: str, name: str, argv: list[str]):
         self.folder = pathlib.Path(folder)
         self.command = shlex.join(["python", "-m", f"experiments.{name}", *argv])
         self.name = name
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ValueError(f"--output_dir={folder}: exists and is not a folder") from None
-        if not os.access(self.folder, os.W_OK):
-            raise ValueError(f"--output_dir={folder}: is not writable")
+        if not folder:
+            raise ValueError("--output_dir=: must name a folder")
+        for file in ("results.jsonl", "config.gin", "environment.json"):
+            require_writable_file(f"--output_dir={folder}", self.folder / file)
 
     def write_config(self, operative_config: str) -> None:
         """Writes the configuration and the environment, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / "config.gin", operative_config)
         write_atomic(self.folder / "environment.json", json.dumps(environment(self.command), indent=1) + "\n")
 
@@ -45,20 +50,82 @@ class Output:
 
 
 def append_jsonl(path: pathlib.Path, record: dict) -> None:
-    """Appends one record as one line, in one write, so that a killed run leaves no half line behind another's."""
+    """Appends one record as one line, in one write, so that a killed run leaves no half line behind another's.
+
+    A last line that was torn all the same (a full disk, a lost machine) is dropped.
+    """
     data = (json.dumps(jsonable(record), allow_nan=False) + "\n").encode()
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            data = mended_end(fd, size, path) + data
         os.write(fd, data)
     finally:
         os.close(fd)
 
 
+def mended_end(fd: int, size: int, path: pathlib.Path) -> bytes:
+    """Cuts a last line that has no end off a JSON lines file; what to write first where it is whole but for that end."""
+    begin = os.pread(fd, size, 0).rfind(b"\n") + 1
+    try:
+        json.loads(os.pread(fd, size, begin))
+        return b"\n"
+    except ValueError:
+        log.warning("%s: its last line was torn (a run that was killed, a full disk) and is dropped", path)
+        os.ftruncate(fd, begin)
+        return b""
+
+
 def write_atomic(path: pathlib.Path, text: str) -> None:
     """Writes a file through a temporary one and a rename."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def locked(path: pathlib.Path, refusal: str) -> BinaryIO:
+    """The file, open for appending, that no other process may have open so; the lock is gone with the process, however it ends.
+
+    Raises:
+      ValueError: another process has it; the message is `refusal`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(refusal) from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def require_writable_folder(name: str, folder: pathlib.Path) -> None:
+    """Raises ValueError unless the folder can be written, or made where it does not exist; `name` is the parameter that says so,
+    and its value."""
+    path = folder.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        raise ValueError(f"{name}: {path} exists and is not a folder")
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as e:
+        raise ValueError(f"{name}: {path} is not writable ({e.strerror})") from None
+
+
+def require_writable_file(name: str, file: pathlib.Path) -> None:
+    """The same of a file, which may exist."""
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{name}: {file} exists and is not a file")
+    require_writable_folder(name, file.parent)
 
 
 def environment(command: str) -> dict[str, Any]:

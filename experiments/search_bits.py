@@ -17,10 +17,9 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments import cli, metrics, results
+from experiments import cli, inputs, metrics, results
 from experiments.quality import CacheOptions, read_windows
 from moejax import calibration, compilation_cache, kv_schedule
-from moejax import checkpoint as checkpoints
 from moejax.config import require_int
 from moejax.kv_cache import KeyTransform
 from moejax.scoring import Comparison, Scorer
@@ -62,18 +61,19 @@ def search_bits(
                       for k, v, n in itertools.product(k_bits, v_bits, outlier_channels)}, key=lambda f: f.name)
     if context % options.page_size:
         raise ValueError(f"{context=}: must be a multiple of page_size={options.page_size}")
-    if schedule_file is not None and not pathlib.Path(schedule_file).absolute().parent.is_dir():
-        raise ValueError(f"{schedule_file=}: its folder does not exist")
+    if schedule_file is not None:
+        results.require_writable_file(f"{schedule_file=!s}", pathlib.Path(schedule_file))
     compilation_cache.enable()
-    model, tokenizer = checkpoints.load(checkpoint)
-    if tokenizer is None:
-        raise ValueError(f"{checkpoint=}: has no tokenizer")
+    model, tokenizer = inputs.load_checkpoint(checkpoint)
+    if context > (limit := model.config.max_position_embeddings):
+        raise ValueError(f"{context=}: exceeds the model's max_position_embeddings={limit}")
     bits = [f.page_layout(model.config.head_dim).effective_bits() for f in choices]
     if budget < min(bits):
         raise ValueError(f"{budget=}: the smallest candidate, {choices[int(np.argmin(bits))].name}, takes {min(bits):.3f} bits")
-    read, tail = read_windows(text, tokenizer, context, windows + check_windows)
+    read, tail = read_windows(text, tokenizer, model.config.vocab_size, context, windows + check_windows)
+    beyond = inputs.beyond_training(checkpoint, "context", context)
     search = Search(Scorer(model), choices, tail.tolist())
-    return lambda: search.work(read[:windows], read[windows:], budget, schedule_file, checkpoint)
+    return lambda: {**search.work(read[:windows], read[windows:], budget, schedule_file, checkpoint), "beyond_training": beyond}
 
 
 class Search:
@@ -97,6 +97,7 @@ class Search:
         print(results.markdown_table(rows, COLUMNS))
         if schedule_file is not None:
             about = f"experiments.search_bits, {checkpoint}, {budget} effective bits"
+            pathlib.Path(schedule_file).parent.mkdir(parents=True, exist_ok=True)
             results.write_atomic(pathlib.Path(schedule_file), kv_schedule.dump(schedule, about))
         return {
             "checkpoint": checkpoint, "budget_bits": budget, "rows": rows, "schedule_file": schedule_file,

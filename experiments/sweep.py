@@ -37,7 +37,7 @@ import gin
 from absl import flags
 from tqdm import tqdm
 
-from experiments import cli, grid, report, results, sweep_folder, sweep_points
+from experiments import cli, grid, report, results, signature, sweep_folder, sweep_points
 from experiments.sweep_folder import PointsFile, Shard
 from experiments.sweep_points import describe, text_of
 
@@ -84,6 +84,9 @@ def own_flags(argv: list[str]) -> flags.FlagValues:
 def prepare(argv: list[str]) -> tuple[cli.Work, None]:
     """Checks everything and returns the work. Raises what `cli.run` turns into exit code 2; nothing is written until then."""
     given = own_flags(argv)
+    for name, value in (("sweep", given.sweep), ("experiment", given.experiment)):
+        if value == "":
+            raise ValueError(f"--{name}=: must not be empty")
     if not given.output_dir:
         raise ValueError("--output_dir is required: the folder for points, tables and the report")
     folder = pathlib.Path(given.output_dir)
@@ -102,7 +105,7 @@ def prepare(argv: list[str]) -> tuple[cli.Work, None]:
     for name, there in sweep_folder.read(folder).runs.items():
         sweep_folder.check_same(folder, name, there, here)
     output = results.Output(given.output_dir, "sweep", argv)
-    points_file = PointsFile(folder / shard.name("points", "jsonl"))
+    points_file = PointsFile(folder / shard.name("points", "jsonl"))  # makes the folder: last
     return lambda: run(sweep, shard, points_file, output, given.retry_failed, write_report), None
 
 
@@ -113,8 +116,8 @@ def checked(argv: list[str]) -> Sweep:
     if source is None and not given.param:
         raise ValueError("no points: give --sweep=FILE.py or --param='NAME=[ALTERNATIVE, ...]'")
     experiment = sweep_points.find_experiment(given.experiment, source)
-    parameters = cli.parameters_of(experiment)
-    values = define_flags(cli.define_flags(parameters))
+    parameters = signature.parameters_of(experiment)
+    values = define_flags(signature.define_flags(parameters))
     rest = values(["sweep", *argv])[1:]
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}: everything is a flag, see --help")
@@ -193,7 +196,7 @@ def configure(sweep: Sweep, point: grid.Point) -> None:
     try:
         for name, value in point.items():
             gin.bind_parameter(name, value)
-        cli.check_bindings(sweep.experiment, cli.parameters_of(sweep.experiment))
+        cli.check_bindings(sweep.experiment, signature.parameters_of(sweep.experiment))
     except ValueError as e:
         raise ValueError(f"point {text_of(point) or 'without bindings'}: {cli.one_line(e)}") from None
 
@@ -212,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the sweep that the command line describes and exits the process."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if any(a in ("-h", "--help", "-help", "--helpfull") for a in argv):
-        print(f"{__doc__}\nFlags, beside those of the experiment:\n{define_flags(cli.define_flags([])).get_help()}")
+        print(f"{__doc__}\nFlags, beside those of the experiment:\n{define_flags(signature.define_flags([])).get_help()}")
         sys.exit(0)
     cli.run(lambda: prepare(argv))
 

@@ -8,7 +8,6 @@ Shard i of n has points.<i>of<n>.jsonl and run.<i>of<n>.json of its own. Every p
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import pathlib
@@ -16,7 +15,7 @@ import re
 import types
 from typing import Any, Self
 
-from experiments import results
+from experiments import results, typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,9 @@ def read(folder: pathlib.Path) -> Contents:
     for path in sorted(folder.glob("run*.json")):
         try:
             runs[path.name] = json.loads(path.read_text())
-            runs[path.name]["ids"], runs[path.name]["common"], runs[path.name]["experiment"]
+            if not typed.accepts(list[str], runs[path.name]["ids"]) or not isinstance(runs[path.name]["common"], str):
+                raise ValueError("other types")
+            runs[path.name]["experiment"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"--output_dir={folder}: {path.name} is not a sweep's run file; use another folder") from None
     records: dict[str, dict] = {}
@@ -135,14 +136,7 @@ class PointsFile:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._file = path.open("ab+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ValueError(f"{path}: another process is writing it; give each its own --shard=i/n or --output_dir") from None
-        except OSError:  # a file system without locks
-            pass
+        self._file = results.locked(path, f"{path}: another process is writing it; give each its own --shard=i/n or --output_dir")
         self._file.seek(0)
         self._file.truncate(read_lines(self._file.read(), path)[1])
 

@@ -18,15 +18,17 @@ from collections.abc import Callable
 
 import gin
 
-from experiments import cli, grid, sweep_folder
+from experiments import cli, grid, inputs, sweep_folder
+from experiments.signature import Parameter
 
 SWEEP_FILE_MODULE = "moejax_sweep_file"
 
 
 def load_file(path: str) -> types.ModuleType:
     """The sweep file as a module. Raises ValueError with the place of any error in it."""
+    given, path = path, inputs.locate(path)
     if not pathlib.Path(path).is_file() or not path.endswith(".py"):
-        raise ValueError(f"--sweep={path}: must be an existing Python file, such as configs/sweeps/smoke.py")
+        raise ValueError(f"--sweep={given}: must be an existing Python file, such as configs/sweeps/smoke.py")
     spec = importlib.util.spec_from_file_location(SWEEP_FILE_MODULE, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -69,11 +71,7 @@ def find_experiment(flag: str | None, source: types.ModuleType | None) -> Callab
     name = flag or said or "quality"
     own = getattr(source, str(name), None)
     if inspect.isfunction(own):
-        try:
-            registered = inspect.unwrap(gin.get_configurable(own.__name__)) is own
-        except ValueError:
-            registered = False
-        if not registered:
+        if not cli.is_registered(own):
             raise ValueError(f"experiment={name}: the function of the sweep file must be decorated with @cli.configurable, and "
                              "be the only one of its name")
         return own
@@ -97,7 +95,7 @@ def parse_param(text: str) -> list[grid.Point]:
     return grid.param(name, values)
 
 
-def named(points: list[grid.Point], experiment: Callable, parameters: list[cli.Parameter]) -> list[grid.Point]:
+def named(points: list[grid.Point], experiment: Callable, parameters: list[Parameter]) -> list[grid.Point]:
     """The points under full gin names, and with a list of one for a lone value of a list parameter."""
     by_flag = {p.flag: p.binding for p in parameters}
     lists = {p.binding for p in parameters if p.is_list}

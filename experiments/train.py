@@ -7,20 +7,24 @@ import math
 import pathlib
 import sys
 import time
+from typing import BinaryIO
 
 import jax
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from experiments import cli, results
+from experiments import cli, inputs, results
 from moejax import data
 from moejax.checkpoint import save_hf
-from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE, RopeConfig, repeat_layers
+from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE, RopeConfig, repeat_layers, require_int
+from moejax.hf_config import to_hf
+from moejax.hf_tensors import read_json
 from moejax.model import Transformer, num_params
 from moejax.sharding import make_mesh
 from moejax.tokenizer import Tokenizer
-from moejax.train import Checkpoints, TrainConfig, Trainer, TrainState
+from moejax.train import TrainConfig, Trainer, TrainState
+from moejax.train_checkpoints import Checkpoints
 from pallas_kernels.fused_router import RouterRule
 
 cli.register(ModelConfig, LayerConfig, MoE, DenseMLP, RouterRule, RopeConfig)
@@ -50,9 +54,12 @@ def train(
       max_steps: stops after this many steps of num_steps (to test resuming).
       train_config: the rest, see TrainConfig.
     """
-    corpus = Corpus(pathlib.Path(data_dir), model.vocab_size, train_config.seq_len)
-    if export_dir is not None and pathlib.Path(export_dir).exists():
-        raise ValueError(f"export_dir={export_dir}: exists already")
+    run = pathlib.Path(run_dir)
+    results.require_writable_file(f"{run_dir=!s}", run / "run.json")
+    if export_dir is not None:
+        require_exportable(export_dir, run, model)
+    with inputs.naming("data_dir", data_dir):
+        corpus = Corpus(pathlib.Path(inputs.locate(data_dir)), model.vocab_size, train_config.seq_len)
     if train_config.seq_len > model.max_position_embeddings:
         raise ValueError(f"seq_len={train_config.seq_len}: the model has "
                          f"max_position_embeddings={model.max_position_embeddings}")
@@ -60,14 +67,29 @@ def train(
         raise ValueError(f"max_minutes={max_minutes}: must be positive")
     if max_steps is not None and (max_steps < 1 or max_steps % train_config.steps_per_call):
         raise ValueError(f"max_steps={max_steps}: must be a positive multiple of steps_per_call={train_config.steps_per_call}")
+    require_int("data_parallel", data_parallel)
     mesh = make_mesh(data=data_parallel)
-    run = pathlib.Path(run_dir)
-    claim(run, {"model": model.to_dict(), "train_config": dataclasses.asdict(train_config), "data": corpus.record})
     transformer = Transformer(model, rngs=nnx.Rngs(train_config.seed), dtype=train_config.dtype)
     transformer.set_attributes(all_experts=True, raise_if_not_found=False)
     trainer = Trainer(transformer, train_config, mesh)
     stop_at = min(train_config.num_steps, max_steps or train_config.num_steps)
-    return lambda: Run(run, trainer, corpus, stop_at, max_minutes).work(export_dir)
+    lock = claim(run, {"model": model.to_dict(), "train_config": dataclasses.asdict(train_config), "data": corpus.record})
+    started = Run(run, lock, trainer, corpus, stop_at, max_minutes)
+    return lambda: started.work(export_dir)
+
+
+def require_exportable(export_dir: str, run: pathlib.Path, model: ModelConfig) -> None:
+    """Raises ValueError for what would fail at the export, after the training."""
+    export = pathlib.Path(export_dir)
+    if export.exists():
+        raise ValueError(f"export_dir={export_dir}: exists already")
+    if run.absolute().is_relative_to(export.absolute()):
+        raise ValueError(f"export_dir={export_dir}: holds run_dir={run}, must be a folder of its own")
+    results.require_writable_folder(f"{export_dir=!s}", export)
+    try:
+        to_hf(model)
+    except ValueError as e:
+        raise ValueError(f"export_dir={export_dir}: {e}") from None
 
 
 class Corpus:
@@ -76,13 +98,16 @@ class Corpus:
     def __init__(self, folder: pathlib.Path, vocab_size: int, seq_len: int):
         self.tokens = data.read_tokens(folder / "train.bin", vocab_size)
         if len(self.tokens) <= seq_len + 1:
-            raise ValueError(f"{folder}/train.bin: {len(self.tokens)} tokens, need more than {seq_len=}")
+            raise ValueError(f"train.bin: {len(self.tokens)} tokens, need more than {seq_len=}")
         files = sorted(folder.glob("heldout_*.bin"))
         if not files:
             raise FileNotFoundError(f"{folder}: no heldout_*.bin (make data writes them)")
         self.held_out = {f.stem.removeprefix("heldout_"): data.evaluation_windows(data.read_tokens(f, vocab_size), seq_len)
                          for f in files}
-        self.record = json.loads((folder / "data.json").read_text())
+        self.record = read_json(folder / "data.json")
+        for name in self.held_out:
+            for unit in ("tokens", "bytes"):
+                require_int(f"data.json: heldout_{name}_{unit}", self.record.get(f"heldout_{name}_{unit}"))
         self.tokenizer = Tokenizer.from_folder(folder)
 
     def bits_per_byte(self, name: str, nats_per_token: float) -> float:
@@ -90,35 +115,53 @@ class Corpus:
         return nats_per_token / math.log(2) * tokens / size
 
 
-def claim(run: pathlib.Path, settings: dict) -> None:
-    """Makes the run's folder, or checks that it was made with the same settings (else resuming would mix two runs)."""
+def claim(run: pathlib.Path, settings: dict) -> BinaryIO:
+    """Makes the run's folder, or checks that it was made with the same settings (else resuming would mix two runs).
+
+    Returns the lock that keeps other processes out of the folder for as long as it is open.
+    """
     settings = json.loads(json.dumps(settings))
     path = run / "run.json"
-    if path.exists():
-        before = json.loads(path.read_text())
+    with inputs.naming("run_dir", str(run)):
+        before = read_json(path) if path.exists() else settings
+        if not all(isinstance(before.get(group), dict) for group in settings):
+            raise ValueError(f"run.json must hold the objects {', '.join(settings)}; use another folder")
         changed = sorted(f"{group}.{key}" for group, values in settings.items() for key in values
-                         if before.get(group, {}).get(key) != values[key])
+                         if before[group].get(key) != values[key])
         if changed:
-            raise ValueError(f"run_dir={run}: was started with other settings ({', '.join(changed)})")
-        return
-    run.mkdir(parents=True, exist_ok=True)
+            raise ValueError(f"was started with other settings ({', '.join(changed)})")
+        lock = results.locked(run / "run.lock", "another process is training into it; use another folder, or wait for its end")
     results.write_atomic(path, json.dumps(settings, indent=1) + "\n")
+    return lock
 
 
 class Run:
-    """One run: steps, evaluations, checkpoints, export."""
+    """One run from its newest checkpoint on: steps, evaluations, checkpoints, export."""
 
-    def __init__(self, folder: pathlib.Path, trainer: Trainer, corpus: Corpus, stop_at: int, max_minutes: float | None):
-        self.folder, self.trainer, self.corpus, self.stop_at = folder, trainer, corpus, stop_at
-        self.deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+    def __init__(self, folder: pathlib.Path, lock: BinaryIO, trainer: Trainer, corpus: Corpus, stop_at: int,
+                 max_minutes: float | None):
+        self.folder, self.lock, self.trainer, self.corpus, self.stop_at = folder, lock, trainer, corpus, stop_at
+        self.max_minutes = max_minutes
         self.checkpoints = Checkpoints(folder)
-        self.best_loss = self.checkpoints.best_loss()
+        self.state = self.checkpoints.restore(trainer)
+        self.best_loss = self.checkpoints.best_loss(trainer)
 
     def work(self, export_dir: str | None) -> dict:
+        """Trains, exports and gives the folder free. Raises FileExistsError where there is something at `export_dir` by now."""
+        if export_dir is not None and pathlib.Path(export_dir).exists():
+            raise FileExistsError(f"export_dir={export_dir}: exists by now")
+        self.deadline = math.inf if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
+        with self.lock:
+            result = self.train()
+            if export_dir is not None:
+                result.update(self.export(pathlib.Path(export_dir)))
+            self.checkpoints.close()
+        return result
+
+    def train(self) -> dict:
         config = self.trainer.config
-        state = self.checkpoints.restore(self.trainer)
-        resumed_at = 0 if state is None else int(state.step)
-        state = self.trainer.init() if state is None else state
+        resumed_at = 0 if self.state is None else int(self.state.step)
+        state, self.state = self.trainer.init() if self.state is None else self.state, None  # the steps donate it
         size = num_params(state.params)
         print(f"{size:,} parameters, {len(self.corpus.tokens):,} training tokens, from step {resumed_at}", file=sys.stderr)
         started, step, held_out, evaluated_at = time.monotonic(), resumed_at, {}, -1
@@ -139,9 +182,6 @@ class Run:
                   "tokens": (step - resumed_at) * config.batch_size * config.seq_len, "best_held_out_loss": self.best_loss,
                   "stopped_early": step < self.stop_at, **held_out}
         result["tok_per_s"] = result["tokens"] / seconds
-        if export_dir is not None:
-            result.update(self.export(pathlib.Path(export_dir)))
-        self.checkpoints.close()
         return result
 
     def batches(self, first: int) -> np.ndarray:

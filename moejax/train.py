@@ -2,7 +2,7 @@
 
     config = TrainConfig(num_steps=1000, ...)
     trainer = Trainer(model, config, mesh)
-    state = trainer.init() or trainer.restore(manager)
+    state = Checkpoints(folder).restore(trainer) or trainer.init()   # moejax.train_checkpoints
     state, metrics = trainer.run(state, batches)             # batches int32 [steps, B, T + 1]
 """
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import pathlib
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -215,69 +213,3 @@ def _mean_over(routed: list[Routing], fn) -> jax.Array:
     """Mean of fn over the MoE layers; 0 for a dense model."""
     values = [fn(r) for r in routed]
     return jnp.mean(jnp.stack(values)) if values else jnp.zeros((), jnp.float32)
-
-
-class Checkpoints:
-    """Checkpoints of a run under one folder: the newest ones to resume from, and the best one by held-out loss.
-
-    A checkpoint is written beside and renamed when whole (Orbax), so a half-written one is never found.
-    """
-
-    def __init__(self, folder: str | pathlib.Path, keep: int = 2):
-        folder = pathlib.Path(folder).absolute()
-        self.newest = ocp.CheckpointManager(folder / "newest", options=_options(max_to_keep=keep))
-        self.best = ocp.CheckpointManager(folder / "best", options=_options(max_to_keep=1))
-
-    def save(self, state: TrainState) -> None:
-        """Saves the whole state under its step number."""
-        step = int(state.step)
-        if step not in self.newest.all_steps():
-            self.newest.save(step, args=ocp.args.StandardSave(_pure(state)))
-
-    def restore(self, trainer: Trainer) -> TrainState | None:
-        """The newest state, laid out over the trainer's mesh; None when there is none."""
-        step = self.newest.latest_step()
-        if step is None:
-            return None
-        like = trainer.init()
-        pure = self.newest.restore(step, args=ocp.args.StandardRestore(_abstract(like)))
-        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(pure))
-
-    def best_loss(self) -> float:
-        """Held-out loss of the best checkpoint; infinity when there is none."""
-        step = self.best.latest_step()
-        return math.inf if step is None else float(self.best.restore(step, args=ocp.args.Composite(
-            loss=ocp.args.JsonRestore())).loss["loss"])
-
-    def save_best(self, state: TrainState, loss: float) -> None:
-        """Replaces the best parameters."""
-        for later in self.best.all_steps():  # a resumed run may come back to an earlier step, which Orbax would silently skip
-            if later >= int(state.step):
-                self.best.delete(later)
-        self.best.save(int(state.step), args=ocp.args.Composite(
-            params=ocp.args.StandardSave(_pure(state.params)), loss=ocp.args.JsonSave({"loss": loss})))
-
-    def restore_best(self, trainer: Trainer) -> tuple[nnx.State, int]:
-        """(parameters, step) of the best checkpoint."""
-        step = self.best.latest_step()
-        like = trainer.init().params
-        pure = self.best.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))).params
-        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(pure)), step
-
-    def close(self) -> None:
-        self.newest.close()
-        self.best.close()
-
-
-def _options(max_to_keep: int) -> ocp.CheckpointManagerOptions:
-    return ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, enable_async_checkpointing=False)
-
-
-def _pure(tree):
-    """The tree as lists of arrays keyed by position, which Orbax restores whatever classes the state is made of."""
-    return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
-
-
-def _abstract(tree):
-    """Shapes, dtypes and shardings of `_pure(tree)`: what Orbax restores into."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _pure(tree))

@@ -99,5 +99,5 @@ def test_without_apt_get_a_missing_text_is_named(folder, capsys, monkeypatch):
 
 def test_a_text_that_shrank_is_refused(folder, monkeypatch):
     monkeypatch.setattr(prepare_data, "MINIMUM_CHARS", {"python_docs": 10_000_000, "austen": 50_000})
-    with pytest.raises(ValueError, match=r"python3\.99\.info\.gz: .* characters of text, expected at least 10000000"):
+    with pytest.raises(OSError, match=r"python3\.99\.info\.gz: .* characters of text, expected at least 10000000"):
         prepare_data.prepare_data(str(folder), vocab_size=VOCAB, fetch=False)()

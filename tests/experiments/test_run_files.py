@@ -3,7 +3,7 @@ import pathlib
 
 import pytest
 
-from experiments import cli
+from experiments import cli, signature
 from experiments.decode import decode
 from experiments.quality import quality
 
@@ -19,8 +19,8 @@ def test_every_run_file_is_tested():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_builds(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    parameters = cli.parameters_of(EXPERIMENTS[name])
+    parameters = signature.parameters_of(EXPERIMENTS[name])
     argv = [f"--gin_file={RUNS[name]}", "--checkpoint=checkpoints/moe_10m"]
-    work, output = cli.build(EXPERIMENTS[name], parameters, cli.define_flags(parameters), None, argv)
+    work, output = cli.build(EXPERIMENTS[name], parameters, signature.define_flags(parameters), None, argv)
     assert callable(work) and output is None
     assert RUNS[name].read_text().startswith("#")  # what it is, what to override, what to expect

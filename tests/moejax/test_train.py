@@ -11,7 +11,8 @@ from flax import nnx
 from moejax import train
 from moejax.model import Transformer
 from moejax.sharding import make_mesh
-from moejax.train import Checkpoints, TrainConfig, Trainer
+from moejax.train import TrainConfig, Trainer
+from moejax.train_checkpoints import Checkpoints
 from pallas_kernels.fused_router import Routing
 from tests.moejax import tiny
 from tests.tolerances import assert_close
