@@ -100,15 +100,59 @@ def test_a_half_written_checkpoint_is_never_taken(trainer, tmp_path):
     checkpoints.close()
 
 
+def damage(checkpoint):
+    """What a full disk or a lost machine leaves of a checkpoint: files of no length."""
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(trainer, tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path / "run")
+    state, _ = trainer.run(trainer.init(), batches(0))
+    kept = leaves(state)
+    checkpoints.save(state)
+    state, _ = trainer.run(state, batches(2))
+    checkpoints.save(state)
+    checkpoints.save_best(state, 3.0)
+    checkpoints.close()
+    damage(tmp_path / "run" / "newest" / "4")
+    damage(tmp_path / "run" / "best" / "4")
+    checkpoints = Checkpoints(tmp_path / "run")
+    restored = checkpoints.restore(trainer)
+    for a, b in zip(kept, leaves(restored), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert checkpoints.best_loss(trainer) == math.inf
+    assert "step 4 is damaged" in caplog.text
+    assert {path.name for path in (tmp_path / "run" / "damaged").iterdir()} == {"newest-4", "best-4"}
+    state, _ = trainer.run(restored, batches(2))
+    again = leaves(state)
+    checkpoints.save(state)  # under the step of the damaged one
+    for a, b in zip(again, leaves(checkpoints.restore(trainer)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    checkpoints.close()
+
+
+def test_where_no_checkpoint_can_be_read_all_stay(trainer, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run")
+    state, _ = trainer.run(trainer.init(), batches(0))
+    checkpoints.save(state)
+    damage(tmp_path / "run" / "newest" / "2")
+    with pytest.raises(ValueError, match=r"newest: none of the checkpoints \[2\] can be read; move the folder away"):
+        checkpoints.restore(trainer)
+    checkpoints.close()
+    assert (tmp_path / "run" / "newest" / "2").is_dir()
+
+
 def test_best_keeps_the_lowest_loss(trainer, tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.best_loss() == math.inf
+    assert checkpoints.best_loss(trainer) == math.inf
     state, _ = trainer.run(trainer.init(), batches(0))
     kept = leaves(state.params)
     checkpoints.save_best(state, 3.5)
     checkpoints.close()
     checkpoints = Checkpoints(tmp_path / "run")
-    assert checkpoints.best_loss() == 3.5
+    assert checkpoints.best_loss(trainer) == 3.5
     params, step = checkpoints.restore_best(trainer)
     checkpoints.close()
     assert step == 2
@@ -125,7 +169,7 @@ def test_a_rerun_that_finds_better_parameters_at_an_earlier_step_keeps_them(trai
     state, _ = trainer.run(trainer.init(), batches(7))
     kept = leaves(state.params)
     checkpoints.save_best(state, 2.0)
-    assert checkpoints.best_loss() == 2.0
+    assert checkpoints.best_loss(trainer) == 2.0
     params, step = checkpoints.restore_best(trainer)
     checkpoints.close()
     assert step == 2
