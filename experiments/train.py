@@ -74,8 +74,12 @@ def train(
     trainer = Trainer(transformer, train_config, mesh)
     stop_at = min(train_config.num_steps, max_steps or train_config.num_steps)
     lock = claim(run, {"model": model.to_dict(), "train_config": dataclasses.asdict(train_config), "data": corpus.record})
-    started = Run(run, lock, trainer, corpus, stop_at, max_minutes)
-    return lambda: started.work(export_dir)
+    try:
+        resumed = Run(run, lock, trainer, corpus, stop_at, max_minutes)
+    except ValueError:
+        lock.close()
+        raise
+    return lambda: resumed.work(export_dir)
 
 
 def require_exportable(export_dir: str, run: pathlib.Path, model: ModelConfig) -> None:
@@ -148,10 +152,10 @@ class Run:
 
     def work(self, export_dir: str | None) -> dict:
         """Trains, exports and gives the folder free. Raises FileExistsError where there is something at `export_dir` by now."""
-        if export_dir is not None and pathlib.Path(export_dir).exists():
-            raise FileExistsError(f"export_dir={export_dir}: exists by now")
-        self.deadline = math.inf if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
         with self.lock:
+            if export_dir is not None and pathlib.Path(export_dir).exists():
+                raise FileExistsError(f"export_dir={export_dir}: exists by now")
+            self.deadline = math.inf if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
             result = self.train()
             if export_dir is not None:
                 result.update(self.export(pathlib.Path(export_dir)))

@@ -3,18 +3,21 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
 import moejax
-from experiments import cli
+from experiments import cli, results
 from experiments.train import Run, train
 from moejax.tokenizer_training import train_bpe
+from tests.experiments.conftest import assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 GIN = """
@@ -132,8 +135,95 @@ def test_a_run_out_of_time_evaluates_saves_and_exports_where_it_stopped(folder, 
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
+@pytest.fixture
+def trained(folder, tmp_path):
+    """Trains in this process into tmp_path/run, to the given step: a namespace of code, result, out, err."""
+    def call(capsys, *flags):
+        with pytest.raises(SystemExit) as exited:
+            cli.main(train, argv=command(folder, tmp_path / "run", *flags)[3:])
+        text = capsys.readouterr()
+        result = json.loads(text.out.splitlines()[-1]) if text.out else None
+        return types.SimpleNamespace(code=exited.value.code, result=result, out=text.out, err=text.err)
+
+    return call
+
+
+def test_a_damaged_checkpoint_and_a_torn_metrics_line_do_not_stop_a_resume(trained, tmp_path, capsys):
+    assert trained(capsys, "--max_steps=4").result["steps"] == 4
+    for path in (tmp_path / "run" / "newest" / "4").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    again = trained(capsys, "--max_steps=6")
+    assert again.code == 0 and again.result["resumed_at"] == 2 and again.result["steps"] == 6
+    assert "step 4 is damaged" in again.err
+    losses, _ = metrics(tmp_path / "run")
+    assert losses.keys() == {2, 4, 6}
+
+
+def test_a_run_without_a_readable_checkpoint_is_refused(trained, tmp_path, capsys):
+    trained(capsys, "--max_steps=2")
+    for path in (tmp_path / "run" / "newest" / "2").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    assert_refused(trained(capsys, "--max_steps=4"), "newest: none of the checkpoints [2] can be read", "move the folder away")
+
+
+def test_a_second_training_into_the_folder_is_refused(trained, tmp_path, capsys):
+    with results.locked(tmp_path / "run" / "run.lock", ""):
+        assert_refused(trained(capsys), f"run_dir={tmp_path / 'run'}: another process is training into it")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+
+
+def test_a_training_holds_the_folder_until_it_ends(trained, tmp_path, capsys, monkeypatch):
+    log, refused = Run.log, []
+
+    def log_and_try(self, step, metrics, bar):
+        log(self, step, metrics, bar)
+        with pytest.raises(ValueError, match="taken"):
+            results.locked(tmp_path / "run" / "run.lock", "taken")
+        refused.append(step)
+
+    monkeypatch.setattr(Run, "log", log_and_try)
+    assert trained(capsys, "--max_steps=4").code == 0 and refused == [2, 4]
+    results.locked(tmp_path / "run" / "run.lock", "taken").close()
+
+
+@pytest.mark.parametrize("text, words", [("{", ["not JSON"]), ("[]", ["object"]), ('{"model": 3}', ["model, train_config, data"])])
+def test_a_run_file_that_is_not_one_is_named(trained, tmp_path, capsys, text, words):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(text)
+    assert_refused(trained(capsys), f"run_dir={tmp_path / 'run'}", "run.json", *words)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("{}", ["heldout_fox_tokens=None", "integer"]), ("[", ["not JSON"]), ('{"heldout_fox_tokens": 9}', ["heldout_fox_bytes=None"])])
+def test_prepared_data_that_does_not_say_its_counts_are_refused(folder, trained, tmp_path, capsys, text, words):
+    shutil.copytree(folder / "prepared", tmp_path / "prepared")
+    (tmp_path / "prepared" / "data.json").write_text(text)
+    done = trained(capsys, f"--data_dir={tmp_path / 'prepared'}")
+    assert_refused(done, f"data_dir={tmp_path / 'prepared'}", "data.json", *words)
+
+
+def test_an_export_that_would_fail_is_refused_before_the_training(trained, tmp_path, capsys):
+    for export, words in ((tmp_path / "run", ["holds run_dir"]), (tmp_path / "file" / "x", ["not a folder"]),
+                          ("/proc/export", ["not writable"])):
+        (tmp_path / "file").touch()
+        assert_refused(trained(capsys, f"--export_dir={export}"), f"export_dir={export}", *words)
+    done = trained(capsys, f"--export_dir={tmp_path / 'out'}", f"--output_dir={tmp_path / 'out'}")
+    assert done.code == 1 and done.out == "" and "exists by now" in done.err and not (tmp_path / "run" / "newest" / "2").exists()
+
+
 @pytest.mark.parametrize("flags, words", [
-    (["--data_dir=/nowhere"], ["/nowhere/train.bin", "make data"]),
+    (["--data_dir=/nowhere"], ["data_dir=/nowhere", "/nowhere/train.bin", "make data"]),
+    (["--data_dir="], ["data_dir=''", "empty"]),
+    (["--run_dir="], ["run_dir=''", "empty"]),
+    (["--run_dir=/dev/null"], ["run_dir=/dev/null", "not a folder"]),
+    (["--data_parallel=0"], ["data_parallel=0"]),
+    (["--gin=train.model = 3"], ["train.model=3", "@ModelConfig()"]),
+    (["--gin=ModelConfig.layers = 3"], ["ModelConfig.layers=3", "a list of LayerConfig"]),
+    (["--gin=LayerConfig.mlp = @RouterRule()"], ["LayerConfig.mlp=", "DenseMLP", "MoE"]),
     (["--seq_len=65"], ["seq_len=65", "max_position_embeddings=64"]),
     (["--num_steps=5"], ["num_steps=5", "multiple of steps_per_call=2"]),
     (["--data_parallel=99"], ["99 devices"]),
