@@ -36,7 +36,7 @@ class Golden:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
         try:
-            with np.load(path) as arrays:
+            with path.open("rb") as file, np.load(file) as arrays:
                 found = {name: arrays[name] for name in ("input_ids", "logits", "greedy_ids")}
         except (KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as e:
             raise ValueError(f"{path}: must hold the arrays input_ids, logits and greedy_ids ({e})") from None
@@ -44,6 +44,8 @@ class Golden:
         if ids.ndim != 2 or logits.shape != (*ids.shape, vocab_size) or greedy.ndim != 2 or greedy.shape[0] != ids.shape[0]:
             raise ValueError(f"{path}: {ids.shape=}, {logits.shape=}, {greedy.shape=}: "
                              f"must be [B, T], [B, T, {vocab_size}], [B, N]")
+        if not ids.size or not greedy.size:
+            raise ValueError(f"{path}: {ids.shape=}, {greedy.shape=}: must hold at least one token of one sequence")
         for name, array in (("input_ids", ids), ("greedy_ids", greedy)):
             if not np.issubdtype(array.dtype, np.integer):
                 raise ValueError(f"{path}: {name} is of {array.dtype}, must be integers")

@@ -1,5 +1,6 @@
 """A tiny checkpoint with a tokenizer, and a caller that runs an experiment in this process."""
 import json
+import shutil
 import types
 
 import jax.numpy as jnp
@@ -35,6 +36,18 @@ def checkpoint(tmp_path_factory):
     save_hf(model, root / "model", tokenizer=tokenizer, dtype="float32")
     (root / "text.txt").write_text(TEXT)
     return root / "model", root / "text.txt"
+
+
+@pytest.fixture
+def trained_on(checkpoint, tmp_path):
+    """The same checkpoint with a record that it was trained on sequences of so many tokens."""
+    def copy(tokens: int):
+        folder = tmp_path / f"trained_on_{tokens}"
+        shutil.copytree(checkpoint[0], folder)
+        (folder / "train_record.json").write_text(json.dumps({"exported": {"seq_len": tokens}}))
+        return folder, checkpoint[1]
+
+    return copy
 
 
 @pytest.fixture

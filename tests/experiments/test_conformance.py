@@ -82,6 +82,19 @@ def test_other_greedy_tokens_and_nan_fail(case, conform):
     assert done.code == 1 and done.result["cases"][0]["max_abs_logit_error"] is None
 
 
+def cut(path: pathlib.Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def damaged_golden(case):
+    """The archive's directory is whole, what it points to is not."""
+    arrays = dict(np.load(case / "golden.npz"))
+    np.savez_compressed(case / "golden.npz", **arrays)
+    data = bytearray((case / "golden.npz").read_bytes())
+    data[len(data) // 3:len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
+    (case / "golden.npz").write_bytes(data)
+
+
 def bad_golden_shape(case):
     edit_golden(case, logits=np.zeros((2, 3, 4), np.float32))
 
@@ -91,13 +104,18 @@ def bad_golden_shape(case):
     (lambda case: edit_json(case / "config.json", num_local_experts=4), "experts.3"),
     (lambda case: (case / "golden.npz").unlink(), "golden.npz"),
     (lambda case: (case / "golden.npz").write_bytes(b"x"), "golden.npz"),
+    (lambda case: cut(case / "golden.npz", 0), "golden.npz"),
+    (lambda case: cut(case / "golden.npz", 20_000), "golden.npz"),
+    (damaged_golden, "golden.npz"),
+    (lambda case: edit_golden(case, input_ids=np.zeros((2, 40))), "input_ids is of float64"),
+    (lambda case: edit_golden(case, greedy_ids=np.zeros((2, 0), int)), "at least one"),
     (bad_golden_shape, "logits.shape"),
     (lambda case: shutil.rmtree(case), "no such folder"),
 ])
 def test_bad_input_is_refused_before_any_work(spoil, named, case, conform):
     spoil(case)
     done = conform(GOLDEN / "olmoe", case)
-    assert_refused(done, named)
+    assert_refused(done, f"checkpoint={case}", named)
 
 
 def test_paged_cache_refuses_what_it_cannot_serve(conform):

@@ -2,6 +2,7 @@
 import pytest
 
 from experiments.decode import decode
+from moejax.engine import Engine
 from tests.experiments.conftest import assert_refused
 
 
@@ -20,6 +21,38 @@ def test_report(checkpoint, run):
     assert r["compilations"] <= 4 and r["tpot_ms_p99"] >= r["tpot_ms_p50"] > 0
 
 
+def test_one_repeat_times_no_compilation(checkpoint, run, monkeypatch):
+    compiled = []
+    generate = Engine.generate
+
+    def counted(engine, *args, **kwargs):
+        try:
+            return generate(engine, *args, **kwargs)
+        finally:
+            compiled.append(engine.num_compilations)
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    r = run(decode, *flags(checkpoint, "--num_samples=2", "--temperature=1", "--page_size=64", "--max_len=128")).result
+    assert len(compiled) == 2 and compiled[0] == compiled[1] > 0  # all before the run that is timed
+    assert r["ttft_cold_ms"] > max(r["ttft_ms"]) and r["tpot_ms_p99"] < r["ttft_cold_ms"] and r["decode_steps"] > 0
+
+
+def test_decoding_beyond_what_the_checkpoint_was_trained_on_is_said(trained_on, run):
+    beyond = run(decode, *flags(trained_on(9), "--max_tokens=6"))
+    assert beyond.code == 0 and "was trained on sequences of 9 tokens" in beyond.err
+    assert "prompt and max_tokens=" in beyond.result["beyond_training"]
+    within = run(decode, *flags(trained_on(90), "--max_tokens=6"))
+    assert within.result["beyond_training"] is None and "was trained" not in within.err
+
+
+def test_it_runs_from_any_folder(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(decode, "--gin_file=configs/runs/decode.gin", "--max_tokens=0")  # the checkpoint is loaded before
+    assert_refused(done, "max_tokens=0")
+    done = run(decode, "--prompt=a", "--max_tokens=2", "--max_len=128", "--max_batch=1")
+    assert done.code == 0 and done.result["checkpoint"] == "checkpoints/moe_10m"
+
+
 def test_a_seeded_sample_is_reproduced(checkpoint, run):
     def sample(seed):
         return run(decode, *flags(checkpoint, "--temperature=1.5", "--top_p=0.9", f"--seed={seed}")).result["completions"]
@@ -35,8 +68,12 @@ def test_a_seeded_sample_is_reproduced(checkpoint, run):
     (["--page_size=33"], ["page_size=33", "multiple of 32"]),
     (["--max_batch=0"], ["max_batch=0"]),
     (["--num_pages=0", "--max_tokens=80"], ["num_pages=0"]),
-    (["--prompt_file=/nowhere"], ["/nowhere"]),
-    (["--checkpoint=nobody"], ["nobody"]),
+    (["--prompt_file=/nowhere"], ["prompt_file=/nowhere: No such file"]),
+    (["--prompt_file="], ["prompt_file=''", "empty"]),
+    (["--prompt_tokens=-1"], ["prompt_tokens=-1", "at least 1"]),
+    (["--checkpoint=nobody"], ["checkpoint=nobody: no such file or folder"]),
+    (["--kv_schedule=/nowhere.json"], ["kv_schedule=/nowhere.json: No such file"]),
+    (["--k_rotation=calibrated", "--calibration_file=/nowhere.txt"], ["calibration_file=/nowhere.txt: No such file"]),
 ])
 def test_bad_input(checkpoint, run, more, words):
     assert_refused(run(decode, *flags(checkpoint, *more)), *words)

@@ -43,6 +43,8 @@ def test_table(checkpoint, run):
 @pytest.mark.parametrize("more, words", [
     (["--depth=1.5"], ["depth=1.5", "0 to 1"]), (["--trials=0"], ["trials=0"]), (["--context=100"], ["context=100", "page_size"]),
     (["--context=512"], ["context=512", "max_position_embeddings=256"]), (["--preset=none"], ["preset 'none'"]),
-    (["--text=/nowhere.txt"], ["/nowhere.txt"])])
+    (["--text=/nowhere.txt"], ["text=/nowhere.txt: No such file"]),
+    (["--calibration_file=/nowhere.txt"], ["calibration_file=/nowhere.txt: No such file"]),
+    (["--context=32", "--page_size=32"], ["context=32", "needle and question alone take"])])
 def test_bad_input(checkpoint, run, more, words):
     assert_refused(run(needle, f"--checkpoint={checkpoint[0]}", f"--text={checkpoint[1]}", "--context=128", *more), *words)

@@ -97,6 +97,36 @@ def test_without_apt_get_a_missing_text_is_named(folder, capsys, monkeypatch):
     assert not (folder / "prepared").exists()
 
 
+def test_a_data_dir_that_is_no_folder_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert f"data_dir={tmp_path / 'file'}: {tmp_path / 'file'} exists and is not a folder" in refused(tmp_path / "file", capsys)
+    assert "prepare_data.data_dir='': must not be empty" in refused("", capsys)
+
+
+@pytest.mark.parametrize("file", ["info/python3.99.info.gz", "janeaustenr/data/Rdata.rdb"])
+def test_a_damaged_text_is_named_and_the_old_files_stay(folder, capsys, file):
+    prepare_data.prepare_data(str(folder), vocab_size=VOCAB, fetch=False)()
+    path = folder / "raw" / "unpacked" / file
+    path.write_bytes(path.read_bytes()[:100] + bytes(1000))
+    with pytest.raises(SystemExit) as exited:
+        cli.main(prepare_data.prepare_data, argv=[f"--data_dir={folder}", "--nofetch", f"--vocab_size={VOCAB}"])
+    out = capsys.readouterr()
+    assert exited.value.code == 1 and out.out == "" and out.err.startswith(f"error: {path}: damaged")
+    assert (folder / "prepared" / "data.json").exists()
+
+
+def test_files_that_are_only_half_new_have_no_record(folder, monkeypatch):
+    prepare_data.prepare_data(str(folder), vocab_size=VOCAB, fetch=False)()
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(prepare_data, "write_tokens", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare_data.prepare_data(str(folder), vocab_size=VOCAB, fetch=False)()
+    assert not (folder / "prepared" / "data.json").exists()
+
+
 def test_a_text_that_shrank_is_refused(folder, monkeypatch):
     monkeypatch.setattr(prepare_data, "MINIMUM_CHARS", {"python_docs": 10_000_000, "austen": 50_000})
     with pytest.raises(OSError, match=r"python3\.99\.info\.gz: .* characters of text, expected at least 10000000"):

@@ -93,7 +93,16 @@ def test_the_baseline_is_run_even_when_it_is_not_asked_for(checkpoint, run):
     assert row["format"] == "k2v2+8ch@8+sink2+page32" and row["top1_agreement_pct"] < 100
 
 
+def test_scoring_beyond_what_the_checkpoint_was_trained_on_is_said(trained_on, run):
+    done = run(quality, *flags(trained_on(95), "--sample_tokens=0"))
+    assert "context=96" in done.err and "was trained on sequences of 95 tokens" in done.err
+    assert "sequences of 95 tokens" in done.result["beyond_training"]
+    done = run(quality, *flags(trained_on(96), "--sample_tokens=0"))
+    assert done.result["beyond_training"] is None and "was trained" not in done.err
+
+
 @pytest.mark.parametrize("more, words", [
+    (["--gin=quality.formats = [3]"], ["quality.formats=[3]", "a list of KVFormat"]),
     (["--k_bits=5"], ["k_bits=5"]),
     (["--k_bits=4,2", "--v_bits=4"], ["k_bits=[4, 2]", "one length"]),
     (["--context=100"], ["context=100", "page_size=32"]),
@@ -102,8 +111,8 @@ def test_the_baseline_is_run_even_when_it_is_not_asked_for(checkpoint, run):
     (["--preset=kivi"], ["preset 'kivi'", "kivi-2"]), (["--kv_schedule=/nowhere.json"], ["/nowhere.json"]),
     (["--skip_last_layers=9"], ["skip_last_layers=9", "2 layers"]), (["--k_group=12"], ["k_group=12", "multiple of 8"]),
     (["--windows=10000"], ["windows=10000", "tokens"]),
-    (["--text=/nowhere.txt"], ["/nowhere.txt"]),
-    (["--checkpoint=/nowhere"], ["/nowhere"]),
+    (["--text=/nowhere.txt"], ["text=/nowhere.txt: No such file"]), (["--text="], ["text=: must not be empty"]),
+    (["--checkpoint=/nowhere"], ["checkpoint=/nowhere: no such file"]),
     (["--k_rotation=fourier"], ["k_rotation='fourier'", "hadamard"]),
 ])
 def test_bad_input(checkpoint, run, more, words):

@@ -45,6 +45,9 @@ def test_a_schedule_is_found_written_and_decoded_with(checkpoint, run, tmp_path)
 
 @pytest.mark.parametrize("more, words", [
     (["--budget=2"], ["budget=2.0", "smallest candidate"]), (["--context=100"], ["context=100"]), (["--windows=0"], ["windows=0"]),
-    (["--schedule_file=/nowhere/s.json"], ["/nowhere/s.json"]), (["--k_bits=5"], ["k_bits=5"])])
+    (["--schedule_file=/proc/s.json"], ["schedule_file=/proc/s.json", "not writable"]),
+    (["--schedule_file=/dev"], ["schedule_file=/dev", "not a file"]),
+    (["--text=/nowhere", "--budget=4"], ["text=/nowhere: No such file"]),
+    (["--context=512"], ["context=512", "max_position_embeddings=256"]), (["--k_bits=5"], ["k_bits=5"])])
 def test_bad_input(checkpoint, run, more, words):
     assert_refused(run(search_bits, f"--checkpoint={checkpoint[0]}", f"--text={checkpoint[1]}", *SMALL, *more), *words)
