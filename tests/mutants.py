@@ -118,6 +118,14 @@ MUTANTS = (
            "tests/moejax/test_sampling.py"),
     Mutant("balance loss without its factor", "moejax/train.py", "return routing.router_logits.shape[-1] * jnp.sum(",
            "return jnp.sum(", "tests/moejax/test_train.py -k by_hand"),
+    Mutant("damaged checkpoint left in the way", "moejax/train_checkpoints.py", "self._set_aside(self.newest, steps[:i])", "pass",
+           "tests/moejax/test_train.py -k set_aside"),
+    Mutant("torn line left in place", "experiments/results.py", "os.ftruncate(fd, begin)", "pass",
+           "tests/experiments/test_results.py"),
+    Mutant("two trainings in one folder", "experiments/results.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
+           "fcntl.LOCK_SH | fcntl.LOCK_NB", "tests/experiments/test_results.py -k lock"),
+    Mutant("compilation timed", "experiments/decode.py", "engine.generate(prompts, first, num_samples=num_samples)[0].ttft_ms",
+           "0.0", "tests/experiments/test_decode.py -k one_repeat"),
 )
 
 
