@@ -35,6 +35,8 @@ HOPPER = "pallas_kernels/paged_attention/mosaic_gpu.py"
 CLOSE = "pallas_kernels/close_page/mosaic_gpu.py"
 CLOSED = "tests/pallas_kernels/test_close_page_mosaic_gpu.py"
 OPENED = "tests/pallas_kernels/test_close_page_reference.py"
+EXPERTS = "pallas_kernels/grouped_matmul/mosaic_gpu.py"
+EXPERTS_TESTED = "tests/pallas_kernels/test_grouped_matmul_mosaic_gpu.py"
 ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mixed_lengths"
 
 MUTANTS = (
@@ -73,6 +75,18 @@ MUTANTS = (
            f"{CLOSED} -k same_bits"),
     Mutant("Hopper: padding of a page left as it was", CLOSE, "range(end // _ROW_WORDS,", "range(first // _ROW_WORDS,",
            f"{CLOSED} -k same_bits"),
+    Mutant("Hopper: copies from past the end of an expert", EXPERTS, "self.call.layout.chunks - 1)",
+           "self.call.layout.chunks + WARPS)", f"{EXPERTS_TESTED} -k tails"),
+    Mutant("Hopper: a warp without a chunk multiplies the last one", "pallas_kernels/grouped_matmul/fragments.py",
+           "jnp.where(has_chunk, total + products, total)", "total + products", f"{EXPERTS_TESTED} -k tails"),
+    Mutant("Hopper: rows of the next expert", EXPERTS, "item.expert * self.call.layout.blocks + item.block",
+           "(item.expert + 1) * self.call.layout.blocks + item.block", f"{EXPERTS_TESTED} -k bias_and_glu"),
+    Mutant("packed: scales of the next group", "pallas_kernels/packed_weights.py",
+           "x.reshape(layout.chunks, layout.groups, layout.blocks, 2, 2, 8)",
+           "jnp.roll(x, 1, axis=0).reshape(layout.chunks, layout.groups, layout.blocks, 2, 2, 8)",
+           "tests/pallas_kernels/test_packed_weights.py -k bijection"),
+    Mutant("packed: columns 8 apart swapped", "pallas_kernels/packed_weights.py", "(6, 0, 1, 9, 2, 4, 8, 7, 3, 5)",
+           "(6, 0, 1, 9, 2, 4, 7, 8, 3, 5)", "tests/pallas_kernels/test_packed_weights.py -k one_code"),
     Mutant("scale rounded down", "pallas_kernels/quantize.py", "np.float32(1 / steps), g.scale_dtype, up=True",
            "np.float32(1 / steps), g.scale_dtype, up=False",
            "tests/pallas_kernels/test_quantize.py"),

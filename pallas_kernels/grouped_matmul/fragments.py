@@ -69,7 +69,7 @@ def add_products(
 
     Args:
       layout: of the weights.
-      words_ref: uint32 SMEM [4, rows, 32]: warp w has chunk first_chunk + w; all zeros past the matrix.
+      words_ref: uint32 SMEM [4, words]: warp w has chunk first_chunk + w; what stands past the matrix means nothing.
       x_ref: bfloat16 GMEM [M, k].
       first_row, end_row: int32; tokens are the rows of x from first_row on. Tiles that begin at end_row or later are left out;
         what stands in sums for rows from end_row on means nothing.
@@ -125,7 +125,7 @@ def _find_tile_twin(sizes, index, tile_rows: int) -> tuple[jax.Array, ...]:
 
 
 def _add_products_twin(layout: WeightLayout, words, x, first_row, first_chunk, sums):
-    codes, scale, zero = unpack_chunks(words.reshape(WARPS, -1)[:, :layout.words], layout)
+    codes, scale, zero = unpack_chunks(words, layout)
     if scale is None:
         groups, scale = 1, jnp.ones((WARPS, 1, BLOCK), jnp.float32)
         values = jax.lax.bitcast_convert_type(codes.astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
@@ -135,14 +135,16 @@ def _add_products_twin(layout: WeightLayout, words, x, first_row, first_chunk, s
         if zero is not None:
             values = values - jnp.repeat(zero.astype(jnp.float32), layout.chunk // groups, axis=1)
     values = values.reshape(WARPS, groups, layout.chunk // groups, BLOCK)
-    channel = jnp.minimum((first_chunk + jnp.arange(WARPS, dtype=jnp.int32)) * layout.chunk, layout.k - layout.chunk)
-    channels = channel[:, None] + jnp.arange(layout.chunk, dtype=jnp.int32)
+    chunk = first_chunk + jnp.arange(WARPS, dtype=jnp.int32)
+    has_chunk = (chunk < layout.chunks)[:, None, None]
+    channels = chunk[:, None] * layout.chunk + jnp.arange(layout.chunk, dtype=jnp.int32)
     out = []
     for t, total in enumerate(sums):
         rows = jnp.minimum(first_row + TOKENS * t + jnp.arange(TOKENS, dtype=jnp.int32), x.shape[0] - 1)
         tokens = x[rows[:, None, None], channels].astype(jnp.float32).reshape(TOKENS, WARPS, groups, -1)
         products = jnp.einsum("wgkn,twgk->wgnt", values, tokens, precision="highest")
-        out.append(total + jnp.sum(products * scale.astype(jnp.float32)[..., None], axis=1))
+        products = jnp.sum(products * scale.astype(jnp.float32)[..., None], axis=1)
+        out.append(jnp.where(has_chunk, total + products, total))
     return tuple(out)
 
 
@@ -192,27 +194,22 @@ class _AddProducts:
         self.group, i = arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
         self.chunk = sm90.shared_address(words_ref, scaled(warp, layout.words * 4))
         self.lane = lane
-        # Past the matrix the words are 0, and so is the product with the last chunk's tokens.
-        channel = scaled(arith.addi(first_chunk, warp), layout.chunk)
-        channel = arith.minsi(channel, i32(layout.k - layout.chunk))
-        self.token_byte = arith.addi(scaled(channel, 2), scaled(i, 16))
+        chunk = arith.addi(first_chunk, warp)
+        self.has_chunk = arith.cmpi(arith.CmpIPredicate.slt, chunk, i32(layout.chunks))
+        self.token_byte = arith.addi(scaled(chunk, 2 * layout.chunk), scaled(i, 16))
 
     def run(self, sums) -> tuple[fa.FragmentedArray, ...]:
         out = []
         for t, total in enumerate(sums):
             values = sm90.registers(total)
-            if t == 0:
-                values = self._tile(t, values)
-            else:
-                first = arith.addi(self.first_row, i32(TOKENS * t))
-                there = arith.cmpi(arith.CmpIPredicate.slt, first, self.end_row)
-                branch = scf.IfOp(there, [v.type for v in values], has_else=True)  # type: ignore[call-arg]
-                with ir.InsertionPoint(branch.then_block):
-                    scf.yield_(self._tile(t, values))
-                with ir.InsertionPoint(branch.else_block):
-                    scf.yield_(values)
-                values = list(branch.results)
-            out.append(sm90.array_of(values, (WARPS, BLOCK, TOKENS), SUMS.to_mgpu(), 2))
+            first = arith.addi(self.first_row, i32(TOKENS * t))
+            there = arith.andi(self.has_chunk, arith.cmpi(arith.CmpIPredicate.slt, first, self.end_row))
+            branch = scf.IfOp(there, [v.type for v in values], has_else=True)  # type: ignore[call-arg]
+            with ir.InsertionPoint(branch.then_block):
+                scf.yield_(self._tile(t, values))
+            with ir.InsertionPoint(branch.else_block):
+                scf.yield_(values)
+            out.append(sm90.array_of(list(branch.results), (WARPS, BLOCK, TOKENS), SUMS.to_mgpu(), 2))
         return tuple(out)
 
     def _tile(self, t: int, sums: list[ir.Value]) -> list[ir.Value]:

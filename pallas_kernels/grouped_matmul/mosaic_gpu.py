@@ -26,12 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import fragments
 from pallas_kernels.grouped_matmul.fragments import SUMS, TOKENS
-from pallas_kernels.packed_weights import ALIGN_WORDS, BLOCK, PackedWeights, WeightLayout
+from pallas_kernels.packed_weights import BLOCK, PackedWeights, WeightLayout
 from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.sm90 import WARPS
 
 MAX_ROWS = 4096  # above, a kernel that computes 64 rows or more at a time is in order
-MAX_COPIED_ROWS = 256  # of 128 bytes, of one copy
 SMEM_BYTES = 227 * 1024
 MAX_BARRIERS = 32
 OUT_DTYPES = ("bfloat16", "float32")
@@ -96,13 +95,12 @@ def grouped_matmul(
     call = _Call(w.layout, tuning, glu, use_twins=interpret is not None)
     width = w.layout.n if glu is None else w.layout.n // 2
     biases = [] if bias is None else [bias.astype(jnp.float32)]
-    num_experts = w.shape[0]
-    words = w.words.reshape(num_experts * w.layout.blocks, w.layout.chunks, -1, ALIGN_WORDS)
+    words = w.words.reshape(-1, *w.words.shape[2:])  # [E * blocks, chunks, words]
     out = plgpu.kernel(
         functools.partial(_kernel_body, call), out_type=jax.ShapeDtypeStruct((x.shape[0], width), preferred_element_type),
         grid=(tuning.blocks,), grid_names=("block",), num_threads=tuning.warpgroups, thread_name="warpgroup",
         scratch_types={
-            "ring": plgpu.SMEM((tuning.warpgroups, tuning.stages, WARPS, *words.shape[2:]), jnp.uint32),
+            "ring": plgpu.SMEM((tuning.warpgroups, tuning.stages, WARPS, w.layout.words), jnp.uint32),
             "sums_smem": plgpu.SMEM((tuning.warpgroups, WARPS, BLOCK, TOKENS), jnp.float32),
             # One a stage of each warpgroup; each warp copies its own chunk.
             "barriers": plgpu.Barrier(num_arrivals=WARPS, num_barriers=tuning.warpgroups * tuning.stages),
@@ -207,16 +205,17 @@ class _Worker:
         return item.expert * self.call.layout.blocks + item.block
 
     def _copy(self, items, stage, place: _Place) -> _Place:
-        """Starts the copies of one step, a chunk a warp; chunks past the matrix arrive as zeros. Returns the step after it."""
+        """Starts the copies of one step, a chunk a warp. A warp without a chunk copies the last one. Returns the step after it."""
         @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
         def copy():
             warp = lax.axis_index("warp")
 
             @pl.when(place.number < items)
             def _():
+                chunk = jnp.minimum(place.first_chunk + warp, self.call.layout.chunks - 1)
                 plgpu.copy_gmem_to_smem(
-                    self.words.at[place.matrix, pl.ds(place.first_chunk + warp, 1)], self.ring.at[stage, pl.ds(warp, 1)],
-                    self.barriers.at[self.first_barrier + stage])
+                    self.words.at[place.matrix, pl.ds(chunk, 1)], self.ring.at[stage, pl.ds(warp, 1)],
+                    self.barriers.at[self.first_barrier + stage], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
         copy()
         last = place.first_chunk + WARPS >= self.call.layout.chunks
