@@ -77,7 +77,7 @@ def add_products(
       sums: float32 [4, 32, 8] as `SUMS`, one a tile of tokens.
     """
     if use_twins:
-        return _add_products_twin(layout, words_ref[...], x_ref[...], first_row, first_chunk, sums)
+        return _add_products_twin(layout, words_ref[...], x_ref[...], first_row, end_row, first_chunk, sums)
     body = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR, (SUMS,) * len(sums)),
         return_type=(plgpu.ShapeDtypeStruct((WARPS, BLOCK, TOKENS), jnp.float32, layout=SUMS),) * len(sums))
@@ -124,7 +124,7 @@ def _find_tile_twin(sizes, index, tile_rows: int) -> tuple[jax.Array, ...]:
     return *found, tile_ends[-1]
 
 
-def _add_products_twin(layout: WeightLayout, words, x, first_row, first_chunk, sums):
+def _add_products_twin(layout: WeightLayout, words, x, first_row, end_row, first_chunk, sums):
     codes, scale, zero = unpack_chunks(words, layout)
     if scale is None:
         groups, scale = 1, jnp.ones((WARPS, 1, BLOCK), jnp.float32)
@@ -140,7 +140,7 @@ def _add_products_twin(layout: WeightLayout, words, x, first_row, first_chunk, s
     channels = chunk[:, None] * layout.chunk + jnp.arange(layout.chunk, dtype=jnp.int32)
     out = []
     for t, total in enumerate(sums):
-        rows = jnp.minimum(first_row + TOKENS * t + jnp.arange(TOKENS, dtype=jnp.int32), x.shape[0] - 1)
+        rows = jnp.minimum(first_row + TOKENS * t + jnp.arange(TOKENS, dtype=jnp.int32), end_row - 1)
         tokens = x[rows[:, None, None], channels].astype(jnp.float32).reshape(TOKENS, WARPS, groups, -1)
         products = jnp.einsum("wgkn,twgk->wgnt", values, tokens, precision="highest")
         products = jnp.sum(products * scale.astype(jnp.float32)[..., None], axis=1)
@@ -234,8 +234,8 @@ class _AddProducts:
 
     def _tokens(self, t: int) -> list[list[ir.Value]]:
         """The lane's eight channels of each unit, of token `group` of the tile: four pairs."""
-        rows = ir.MemRefType(self.x_ref.type).shape[0]
-        row = arith.minsi(arith.addi(self.first_row, arith.addi(self.group, i32(TOKENS * t))), i32(rows - 1))
+        # Rows of others are not read: eight rows where one is needed are as many bytes from the L2 cache as the weights.
+        row = arith.minsi(arith.addi(self.first_row, arith.addi(self.group, i32(TOKENS * t))), arith.subi(self.end_row, i32(1)))
         address = sm90.global_address(self.x_ref, arith.addi(scaled(row, 2 * self.layout.k), self.token_byte))
         return [sm90.load_words(address, 2 * UNIT * unit, 4) for unit in range(self.layout.units)]
 
