@@ -5,10 +5,10 @@ A warpgroup works on one block of 32 output columns of one expert, a chunk of up
     sums  float32 [4, 32, 8]   warp x output columns x tokens     chunk's codes (registers, operand A) x tokens (operand B)
 
 and lies in registers as the accumulator of `mma.m16n8k16` does (`SUMS`). Codes of up to four bits become bfloat16 by two logical
-instructions a pair: `(word & mask) | exponent` is the number 128 + code. That offset is not removed element by element: the
-accumulator of a scale group starts at the tokens' sum over the group times minus the offset, which is a product on the tensor
-core too. The accumulator then holds whole numbers times tokens, and is added to the sums times the scale of its column: codes are
-multiplied exactly, and scales in float32.
+instructions a pair: `(word & mask) | exponent` is the number 128 + code. That offset is not removed element by element: the sum of
+a group's tokens times minus the offset, which is a product on the tensor core too, is added to the products of a scale group. They
+are whole numbers times tokens then, and are added to the sums times the scale of their column: codes are multiplied exactly, and
+scales in float32.
 
 Every function here has a twin in plain JAX (`use_twins=True`), which computes the same from the same words; the interpreter runs
 those, because it cannot run inlined instructions.
@@ -218,16 +218,13 @@ class _AddProducts:
         tokens = self._tokens(t)
         columns = [sums[:4], sums[4:]]
         if layout.bits == 16:
-            for unit in range(layout.units):
-                columns = self._multiply(unit, tokens[unit], columns)
-            return [*columns[0], *columns[1]]
+            products = self._products(range(layout.units), tokens)
+            return [arith.addf(total, p) for product, totals in zip(products, columns) for p, total in zip(product, totals)]
         per_group = layout.units // layout.groups
         for group in range(layout.groups):
             units = range(group * per_group, (group + 1) * per_group)
             scales = self._numbers(layout.scale_word + group * layout.scale_words, layout.scale_dtype)
-            products = self._starts(group, [b for unit in units for b in _halves(tokens[unit])])
-            for unit in units:
-                products = self._multiply(unit, tokens[unit], products)
+            products = self._without_offset(group, self._products(units, tokens), [tokens[unit] for unit in units])
             columns = [[sm90.fma(scale[c // 2], p, total) for c, (p, total) in enumerate(zip(product, totals))]
                        for scale, product, totals in zip(scales, products, columns)]
         return [*columns[0], *columns[1]]
@@ -239,21 +236,33 @@ class _AddProducts:
         address = sm90.global_address(self.x_ref, arith.addi(scaled(row, 2 * self.layout.k), self.token_byte))
         return [sm90.load_words(address, 2 * UNIT * unit, 4) for unit in range(self.layout.units)]
 
-    def _starts(self, group: int, operands: list[list[ir.Value]]) -> list[list[ir.Value]]:
-        """What the accumulators of both column tiles begin with: minus the sum of the tokens times offset and zero point."""
+    def _products(self, units: range, tokens: list[list[ir.Value]]) -> list[list[ir.Value]]:
+        """For both column tiles, the sum over `units` of codes as they come out of `_operands` times tokens."""
+        # Two sums each, added at the end: one instruction after the other waits for its accumulator, four at a time do not.
+        halves = [[[f32(0.0)] * 4 for r in range(2)] for j in range(2)]
+        for unit in units:
+            operands = self._operands(unit)
+            for j, b in enumerate(_halves(tokens[unit])):
+                halves[j] = [sm90.mma(x, [operands[4 * a + 2 * r + j] for a in range(4)], b) for r, x in enumerate(halves[j])]
+        return [_add(*both) for both in zip(*halves)]
+
+    def _without_offset(self, group: int, products, tokens: list[list[ir.Value]]) -> list[list[ir.Value]]:
+        """`products` of a scale group minus the sum of its tokens times offset and zero point."""
         layout = self.layout
         offset = 0 if layout.bits == 8 else 128 + (1 << layout.bits - 1)
-        total = [f32(0.0)] * 4
         if not offset and not layout.has_zero:
-            return [total, total]
+            return products
         factor = _ONE if layout.has_zero else _bfloat16_pair(-float(offset))
-        for b in operands:
-            total = sm90.mma(total, [i32(factor)] * 4, b)
+        halves = [[f32(0.0)] * 4 for j in range(2)]
+        for pairs in tokens:
+            halves = [sm90.mma(x, [i32(factor)] * 4, b) for x, b in zip(halves, _halves(pairs))]
+        total = _add(*halves)
         if not layout.has_zero:
-            return [total, total]
+            return [_add(product, total) for product in products]
         zeros = self._numbers(layout.zero_word + group * BLOCK // 2, "bfloat16")
         factors = [[arith.subf(f32(-float(offset)), z) for z in column] for column in zeros]
-        return [[arith.mulf(f[c // 2], x) for c, x in enumerate(total)] for f in factors]
+        return [[sm90.fma(f[c // 2], x, p) for c, (x, p) in enumerate(zip(total, product))]
+                for f, product in zip(factors, products)]
 
     def _numbers(self, word: int, dtype: str) -> list[list[ir.Value]]:
         """The lane's numbers at `word` of the chunk, float32: for each column tile r, of the columns g and g + 8."""
@@ -266,13 +275,6 @@ class _AddProducts:
         else:
             flat = [arith.bitcast(kind, x) for w in words for x in (arith.shli(w, i32(16)), arith.andi(w, i32(0xFFFF0000)))]
         return [flat[:2], flat[2:]]
-
-    def _multiply(self, unit: int, token_pairs: list[ir.Value], columns: list[list[ir.Value]]) -> list[list[ir.Value]]:
-        """Both column tiles plus the product of a unit's codes and the tokens."""
-        operands = self._operands(unit)
-        for j, b in enumerate(_halves(token_pairs)):
-            columns = [sm90.mma(c, [operands[4 * a + 2 * r + j] for a in range(4)], b) for r, c in enumerate(columns)]
-        return columns
 
     def _operands(self, unit: int) -> list[ir.Value]:
         """The lane's 16 slots of a unit as bfloat16 pairs."""
@@ -297,6 +299,10 @@ class _AddProducts:
 def _halves(token_pairs: list[ir.Value]) -> list[list[ir.Value]]:
     """Operand B of the two tiles along k of a unit."""
     return [token_pairs[:2], token_pairs[2:]]
+
+
+def _add(a: list[ir.Value], b: list[ir.Value]) -> list[ir.Value]:
+    return [arith.addf(x, y) for x, y in zip(a, b)]
 
 
 def _bfloat16_pair(value: float) -> int:
