@@ -140,33 +140,36 @@ def _kernel_body(call: _Call, x_ref, words_ref, sizes_ref, *refs, ring, sums_sme
     group = lax.axis_index("warpgroup")
     worker = _Worker(
         call, x_ref, words_ref, sizes_ref, bias_refs, out_ref, ring.at[group], sums_smem.at[group], barriers,
-        first_barrier=group * call.tuning.stages, first_item=lax.axis_index("block") + call.tuning.blocks * group)
+        first_barrier=group * call.tuning.stages, number=lax.axis_index("block") * call.tuning.warpgroups + group)
     worker.run()
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tile", "expert", "first_row", "end_row", "block"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class _Item:
     """A tile of rows of one expert, and a block of columns. All int32 scalars."""
 
+    tile: Any
     expert: Any
     first_row: Any
     end_row: Any
     block: Any
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["number", "matrix", "first_chunk"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["item", "number", "first_chunk"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where the copies have got to. int32 scalars: the warpgroup's how-manieth item, which packed block, which chunks of it."""
+    """Where the copies have got to: the item, the how-manieth of the warpgroup, and which chunks of it; int32 scalars."""
 
+    item: _Item
     number: Any
-    matrix: Any
     first_chunk: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """A warpgroup: its refs, and which items are its own: `first_item` and every `stride`-th after it."""
+    """A warpgroup: its refs, and its number of all warpgroups. Each has a run of neighbouring items: most are of one expert."""
 
     call: _Call
     x: Any
@@ -178,54 +181,59 @@ class _Worker:
     sums_smem: Any
     barriers: Any
     first_barrier: Any
-    first_item: Any
-
-    @property
-    def stride(self) -> int:
-        return self.call.tuning.blocks * self.call.tuning.warpgroups
+    number: Any
 
     def run(self) -> None:
-        stages = self.call.tuning.stages
+        call = self.call
         *_, tiles = self._find_tile(jnp.int32(0))
-        items = lax.div(jnp.maximum(tiles * self.call.layout.blocks - self.first_item, 0) + (self.stride - 1), self.stride)
-        place = _Place(jnp.int32(0), self._matrix(self._item(jnp.int32(0))), jnp.int32(0))
-        place = lax.fori_loop(0, stages, lambda stage, place: self._copy(items, stage, place), place)
-        lax.fori_loop(0, items, functools.partial(self._run_item, items), (place, jnp.int32(0)))
+        first, end = (self._share(tiles * call.layout.blocks, self.number + i) for i in range(2))
+        item = self._item(lax.div(first, call.layout.blocks), lax.rem(first, call.layout.blocks))
+        place = _Place(item, jnp.int32(0), jnp.int32(0))
+        items = end - first
+        place = lax.fori_loop(0, call.tuning.stages, lambda stage, place: self._copy(items, stage, place), place)
+        lax.fori_loop(0, items, lambda _, state: self._run_item(items, *state), (item, place, jnp.int32(0)))
+
+    def _share(self, items, number):
+        """items * number // workers, without a product that large: where a worker's items begin."""
+        workers = self.call.tuning.blocks * self.call.tuning.warpgroups
+        return lax.div(items, workers) * number + lax.div(lax.rem(items, workers) * number, workers)
 
     def _find_tile(self, index) -> tuple[jax.Array, ...]:
         return fragments.find_tile(self.sizes, index, self.call.tile_rows, use_twins=self.call.use_twins)
 
-    def _item(self, number) -> _Item:
-        index = self.first_item + number * self.stride
-        expert, first_row, expert_end, _ = self._find_tile(lax.div(index, self.call.layout.blocks))
-        end_row = jnp.minimum(first_row + self.call.tile_rows, expert_end)
-        return _Item(expert, first_row, end_row, lax.rem(index, self.call.layout.blocks))
+    def _item(self, tile, block) -> _Item:
+        expert, first_row, expert_end, _ = self._find_tile(tile)
+        return _Item(tile, expert, first_row, jnp.minimum(first_row + self.call.tile_rows, expert_end), block)
 
-    def _matrix(self, item: _Item):
-        return item.expert * self.call.layout.blocks + item.block
+    def _after(self, item: _Item) -> _Item:
+        return lax.cond(
+            item.block + 1 == self.call.layout.blocks, lambda: self._item(item.tile + 1, jnp.int32(0)),
+            lambda: dataclasses.replace(item, block=item.block + 1))
 
     def _copy(self, items, stage, place: _Place) -> _Place:
         """Starts the copies of one step, a chunk a warp. A warp without a chunk copies the last one. Returns the step after it."""
+        layout = self.call.layout
+
         @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
         def copy():
             warp = lax.axis_index("warp")
 
             @pl.when(place.number < items)
             def _():
-                chunk = jnp.minimum(place.first_chunk + warp, self.call.layout.chunks - 1)
+                matrix = place.item.expert * layout.blocks + place.item.block
+                chunk = jnp.minimum(place.first_chunk + warp, layout.chunks - 1)
                 plgpu.copy_gmem_to_smem(
-                    self.words.at[place.matrix, pl.ds(chunk, 1)], self.ring.at[stage, pl.ds(warp, 1)],
+                    self.words.at[matrix, pl.ds(chunk, 1)], self.ring.at[stage, pl.ds(warp, 1)],
                     self.barriers.at[self.first_barrier + stage], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
         copy()
-        last = place.first_chunk + WARPS >= self.call.layout.chunks
-        number = jnp.where(last, place.number + 1, place.number)
-        matrix = lax.cond(last, lambda: self._matrix(self._item(number)), lambda: place.matrix)
-        return _Place(number, matrix, jnp.where(last, 0, place.first_chunk + WARPS))
+        return lax.cond(
+            place.first_chunk + WARPS >= layout.chunks,
+            lambda: _Place(self._after(place.item), place.number + 1, jnp.int32(0)),
+            lambda: dataclasses.replace(place, first_chunk=place.first_chunk + WARPS))
 
-    def _run_item(self, items, number, state):
+    def _run_item(self, items, item: _Item, place: _Place, stage):
         call = self.call
-        item = self._item(number)
 
         def add_step(i, state):
             place, stage, sums = state
@@ -237,13 +245,13 @@ class _Worker:
             return place, jnp.where(stage + 1 == call.tuning.stages, 0, stage + 1), sums
 
         empty = plgpu.layout_cast(jnp.zeros((WARPS, BLOCK, TOKENS), jnp.float32), SUMS)
-        place, stage, all_sums = lax.fori_loop(0, call.steps, add_step, (*state, (empty,) * call.tuning.token_tiles))
+        place, stage, all_sums = lax.fori_loop(0, call.steps, add_step, (place, stage, (empty,) * call.tuning.token_tiles))
         for t, sums in enumerate(all_sums):
             @pl.when(item.first_row + TOKENS * t < item.end_row)
             def _(t=t, sums=sums):
                 self._write(item, item.first_row + TOKENS * t, sums)
 
-        return place, stage
+        return self._after(item), place, stage
 
     def _write(self, item: _Item, first_row, sums) -> None:
         """Sums the four warps and writes eight rows."""
