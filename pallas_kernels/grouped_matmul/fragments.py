@@ -53,12 +53,12 @@ def find_tile(group_sizes_ref, index, tile_rows: int, *, use_twins: bool) -> tup
       index: int32, number of a tile.
 
     Returns:
-      int32 scalars: the tile's expert, its first row, one past the expert's last row, and the number of tiles. The first three
-      are 0 when there is no such tile.
+      int32 scalars: the tile's expert, its first row, one past the expert's last row, the number of tiles, and the rows of all
+      experts. The first three are 0 when there is no such tile.
     """
     if use_twins:
         return _find_tile_twin(group_sizes_ref[...], index, tile_rows)
-    body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=(_INT,) * 4)
+    body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=(_INT,) * 5)
     return body(lambda ctx, sizes, index: _find_tile(sizes, index.registers.item(), tile_rows))(group_sizes_ref, index)
 
 
@@ -105,10 +105,19 @@ def store_rows(out_ref, values: jax.Array, first_row, end_row, first_column, *, 
 
 def warp_done(*, use_twins: bool) -> None:
     """Waits until all lanes of the warp are here: what only this warp reads in shared memory may be written anew."""
+    _wait(mgpu.utils.warp_barrier, use_twins)
+
+
+def warpgroup_done(*, use_twins: bool) -> None:
+    """Waits until all warps of the warpgroup are here, and sees what they have stored."""
+    _wait(mgpu.utils.warpgroup_barrier, use_twins)
+
+
+def _wait(barrier, use_twins: bool) -> None:
     if use_twins:
         plgpu.commit_smem()  # to the interpreter, what one warp reads all of them read
     else:
-        plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warp_barrier())()
+        plgpu.inline_mgpu()(lambda ctx: barrier())()
 
 
 # Twins.
@@ -121,7 +130,7 @@ def _find_tile_twin(sizes, index, tile_rows: int) -> tuple[jax.Array, ...]:
     first = row_ends - sizes + (index - (tile_ends - tiles)) * tile_rows
     expert = jnp.arange(sizes.shape[0], dtype=jnp.int32)
     found = [jnp.sum(jnp.where(is_it, value, 0), dtype=jnp.int32) for value in (expert, first, row_ends)]
-    return *found, tile_ends[-1]
+    return *found, tile_ends[-1], row_ends[-1]
 
 
 def _add_products_twin(layout: WeightLayout, words, x, first_row, end_row, first_chunk, sums):
@@ -181,8 +190,9 @@ def _find_tile(sizes, index: ir.Value, tile_rows: int) -> tuple[fa.FragmentedArr
         values = [arith.addi(first, i32(j)), arith.addi(arith.andi(before, low), scaled(place, tile_rows)), arith.andi(after, low)]
         found = [arith.select(is_it, value, old) for value, old in zip(values, found)]
         before = after
-    total = arith.shrui(sm90.warp_sum(own), i32(16))
-    return tuple(sm90.int_array(x) for x in (*(sm90.warp_sum(x) for x in found), total))
+    total = sm90.warp_sum(own)
+    total = [arith.shrui(total, i32(16)), arith.andi(total, i32(0xFFFF))]
+    return tuple(sm90.int_array(x) for x in (*(sm90.warp_sum(x) for x in found), *total))
 
 
 class _AddProducts:

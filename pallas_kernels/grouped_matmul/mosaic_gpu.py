@@ -52,6 +52,10 @@ class Tuning:
     stages: int
     blocks: int = 132
 
+    @property
+    def workers(self) -> int:
+        return self.blocks * self.warpgroups
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -96,7 +100,7 @@ def grouped_matmul(
     width = w.layout.n if glu is None else w.layout.n // 2
     biases = [] if bias is None else [bias.astype(jnp.float32)]
     words = w.words.reshape(-1, *w.words.shape[2:])  # [E * blocks, chunks, words]
-    out = plgpu.kernel(
+    return plgpu.kernel(
         functools.partial(_kernel_body, call), out_type=jax.ShapeDtypeStruct((x.shape[0], width), preferred_element_type),
         grid=(tuning.blocks,), grid_names=("block",), num_threads=tuning.warpgroups, thread_name="warpgroup",
         scratch_types={
@@ -105,12 +109,10 @@ def grouped_matmul(
             # One a stage of each warpgroup; each warp copies its own chunk.
             "barriers": plgpu.Barrier(num_arrivals=WARPS, num_barriers=tuning.warpgroups * tuning.stages),
         },
-        # Barriers of the warpgroup are where this file says `commit_smem`, and nowhere else.
+        # Barriers of the warpgroup are where this file says `warpgroup_done`, and nowhere else.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
         kernel_name="grouped_matmul", interpret=interpret)(x, words, group_sizes, *biases)
-    inside = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
-    return jnp.where(inside[:, None], out, jnp.zeros((), out.dtype))
 
 
 def default_tuning(layout: WeightLayout, rows: int) -> Tuning:
@@ -185,24 +187,25 @@ class _Worker:
 
     def run(self) -> None:
         call = self.call
-        *_, tiles = self._find_tile(jnp.int32(0))
+        *_, tiles, rows = self._find_tile(jnp.int32(0))
         first, end = (self._share(tiles * call.layout.blocks, self.number + i) for i in range(2))
         item = self._item(lax.div(first, call.layout.blocks), lax.rem(first, call.layout.blocks))
         place = _Place(item, jnp.int32(0), jnp.int32(0))
         items = end - first
         place = lax.fori_loop(0, call.tuning.stages, lambda stage, place: self._copy(items, stage, place), place)
         lax.fori_loop(0, items, lambda _, state: self._run_item(items, *state), (item, place, jnp.int32(0)))
+        self._clear(rows)
 
     def _share(self, items, number):
         """items * number // workers, without a product that large: where a worker's items begin."""
-        workers = self.call.tuning.blocks * self.call.tuning.warpgroups
+        workers = self.call.tuning.workers
         return lax.div(items, workers) * number + lax.div(lax.rem(items, workers) * number, workers)
 
     def _find_tile(self, index) -> tuple[jax.Array, ...]:
         return fragments.find_tile(self.sizes, index, self.call.tile_rows, use_twins=self.call.use_twins)
 
     def _item(self, tile, block) -> _Item:
-        expert, first_row, expert_end, _ = self._find_tile(tile)
+        expert, first_row, expert_end, *_ = self._find_tile(tile)
         return _Item(tile, expert, first_row, jnp.minimum(first_row + self.call.tile_rows, expert_end), block)
 
     def _after(self, item: _Item) -> _Item:
@@ -257,7 +260,7 @@ class _Worker:
         """Sums the four warps and writes eight rows."""
         call = self.call
         self.sums_smem[...] = sums
-        plgpu.commit_smem()
+        fragments.warpgroup_done(use_twins=call.use_twins)
         layout = fragments.output_layout(call.columns)
         parts = []
         for first in range(0, BLOCK, call.columns):
@@ -273,4 +276,18 @@ class _Worker:
         values = parts[0] if call.glu is None else call.glu(*parts)
         fragments.store_rows(
             self.out, values.astype(self.out.dtype), first_row, item.end_row, item.block * call.columns, use_twins=call.use_twins)
-        plgpu.commit_smem()
+        fragments.warpgroup_done(use_twins=call.use_twins)
+
+    def _clear(self, first_row) -> None:
+        """Writes zeros to the rows that no expert has."""
+        call, (rows, _) = self.call, self.out.shape
+        zeros = plgpu.layout_cast(
+            jnp.zeros((call.columns, TOKENS), self.out.dtype), fragments.output_layout(call.columns))
+
+        tiles = lax.div(rows - first_row + (TOKENS - 1), TOKENS)
+
+        @pl.loop(self.number, tiles * call.layout.blocks, step=call.tuning.workers)
+        def _(index):
+            tile, block = lax.div(index, call.layout.blocks), lax.rem(index, call.layout.blocks)
+            fragments.store_rows(
+                self.out, zeros, first_row + TOKENS * tile, rows, block * call.columns, use_twins=call.use_twins)
