@@ -1,6 +1,7 @@
 """Packed expert weights on Hopper's tensor cores: the steps of `grouped_matmul` that work in registers.
 
-A warpgroup works on one block of 32 output columns of one expert, a chunk of up to 128 channels a warp at a time:
+A warpgroup works on one or two blocks of 32 output columns of one expert, a chunk of up to 128 channels a warp at a time; four or
+two warps (`split`) share a block's channels, chunk by chunk in turn:
 
     sums  float32 [4, 32, 8]   warp x output columns x tokens     chunk's codes (registers, operand A) x tokens (operand B)
 
@@ -63,13 +64,15 @@ def find_tile(group_sizes_ref, index, tile_rows: int, *, use_twins: bool) -> tup
 
 
 def add_products(
-    layout: WeightLayout, words_ref, x_ref, first_row, end_row, first_chunk, sums: tuple[jax.Array, ...], *, use_twins: bool,
+    layout: WeightLayout, split: int, words_ref, x_ref, first_row, end_row, first_chunk, sums: tuple[jax.Array, ...], *,
+    use_twins: bool,
 ) -> tuple[jax.Array, ...]:
     """Adds the product of one chunk a warp and the tokens, for each tile of eight tokens.
 
     Args:
       layout: of the weights.
-      words_ref: uint32 SMEM [4, words]: warp w has chunk first_chunk + w; what stands past the matrix means nothing.
+      split: warps that share a block.
+      words_ref: uint32 SMEM [4, words]: warp w has chunk first_chunk + w % split; what stands past the matrix means nothing.
       x_ref: bfloat16 GMEM [M, k].
       first_row, end_row: int32; tokens are the rows of x from first_row on. Tiles that begin at end_row or later are left out;
         what stands in sums for rows from end_row on means nothing.
@@ -77,14 +80,14 @@ def add_products(
       sums: float32 [4, 32, 8] as `SUMS`, one a tile of tokens.
     """
     if use_twins:
-        return _add_products_twin(layout, words_ref[...], x_ref[...], first_row, end_row, first_chunk, sums)
+        return _add_products_twin(layout, split, words_ref[...], x_ref[...], first_row, end_row, first_chunk, sums)
     body = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR, (SUMS,) * len(sums)),
         return_type=(plgpu.ShapeDtypeStruct((WARPS, BLOCK, TOKENS), jnp.float32, layout=SUMS),) * len(sums))
 
     def build(ctx, words, x, first_row, end_row, first_chunk, sums):
         rows = [scalar.registers.item() for scalar in (first_row, end_row, first_chunk)]
-        return _AddProducts(layout, words, x, *rows).run(sums)
+        return _AddProducts(layout, split, words, x, *rows).run(sums)
 
     return body(build)(words_ref, x_ref, first_row, end_row, first_chunk, sums)
 
@@ -133,7 +136,7 @@ def _find_tile_twin(sizes, index, tile_rows: int) -> tuple[jax.Array, ...]:
     return *found, tile_ends[-1], row_ends[-1]
 
 
-def _add_products_twin(layout: WeightLayout, words, x, first_row, end_row, first_chunk, sums):
+def _add_products_twin(layout: WeightLayout, split: int, words, x, first_row, end_row, first_chunk, sums):
     codes, scale, zero = unpack_chunks(words, layout)
     if scale is None:
         groups, scale = 1, jnp.ones((WARPS, 1, BLOCK), jnp.float32)
@@ -144,7 +147,7 @@ def _add_products_twin(layout: WeightLayout, words, x, first_row, end_row, first
         if zero is not None:
             values = values - jnp.repeat(zero.astype(jnp.float32), layout.chunk // groups, axis=1)
     values = values.reshape(WARPS, groups, layout.chunk // groups, BLOCK)
-    chunk = first_chunk + jnp.arange(WARPS, dtype=jnp.int32)
+    chunk = first_chunk + jnp.arange(WARPS, dtype=jnp.int32) % split
     has_chunk = (chunk < layout.chunks)[:, None, None]
     channels = chunk[:, None] * layout.chunk + jnp.arange(layout.chunk, dtype=jnp.int32)
     out = []
@@ -198,13 +201,13 @@ def _find_tile(sizes, index: ir.Value, tile_rows: int) -> tuple[fa.FragmentedArr
 class _AddProducts:
     """Builds the body of `add_products`."""
 
-    def __init__(self, layout: WeightLayout, words_ref, x_ref, first_row, end_row, first_chunk):
+    def __init__(self, layout: WeightLayout, split: int, words_ref, x_ref, first_row, end_row, first_chunk):
         self.layout, self.x_ref, self.first_row, self.end_row = layout, x_ref, first_row, end_row
         lane, warp = sm90.lane_and_warp()
         self.group, i = arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
         self.chunk = sm90.shared_address(words_ref, scaled(warp, layout.words * 4))
         self.lane = lane
-        chunk = arith.addi(first_chunk, warp)
+        chunk = arith.addi(first_chunk, arith.andi(warp, i32(split - 1)))
         self.has_chunk = arith.cmpi(arith.CmpIPredicate.slt, chunk, i32(layout.chunks))
         self.token_byte = arith.addi(scaled(chunk, 2 * layout.chunk), scaled(i, 16))
 

@@ -1,11 +1,11 @@
 """`grouped_matmul` for few rows an expert on NVIDIA Hopper, in Pallas Mosaic GPU.
 
-The rows of each expert are cut into tiles; one work item is a tile and a block of 32 output columns, over the whole contraction.
-A warpgroup takes items until none is left:
+The rows of each expert are cut into tiles; one work item is a tile and one or two blocks of 32 output columns, over the whole
+contraction. A warpgroup works through a run of neighbouring items:
 
     for each step of the item:   copy four chunks of packed weights -> shared memory, one a warp   (asynchronous, stages ahead)
                                  products on tensor cores from the codes                           (`fragments.add_products`)
-    sum of the four warps -> bias, activation -> output
+    sum of the warps -> bias, activation -> output
 
 Copies run ahead over the ends of items: all of a warpgroup's steps are one sequence. Tokens are few and read by everyone: they come
 from the caches straight into registers. An expert's weights are read once for each tile of its rows, and not at all without rows.
@@ -71,9 +71,25 @@ class _Call:
         return TOKENS * self.tuning.token_tiles
 
     @property
+    def split(self) -> int:
+        """Warps that share a block of columns: four, or two if fewer then wait for the others at the end of an item."""
+        chunks = self.layout.chunks
+        return 2 if self.layout.blocks % 2 == 0 and cdiv(chunks, 2) * 2 < cdiv(chunks, WARPS) * WARPS else WARPS
+
+    @property
+    def item_blocks(self) -> int:
+        """Blocks of columns of an item."""
+        return WARPS // self.split
+
+    @property
+    def tile_items(self) -> int:
+        """Items of a tile of rows."""
+        return self.layout.blocks // self.item_blocks
+
+    @property
     def steps(self) -> int:
         """Steps an item."""
-        return cdiv(self.layout.chunks, WARPS)
+        return cdiv(self.layout.chunks, self.split)
 
     @property
     def columns(self) -> int:
@@ -116,11 +132,11 @@ def grouped_matmul(
 
 
 def default_tuning(layout: WeightLayout, rows: int) -> Tuning:
-    """As many steps ahead as fit into shared memory."""
+    """Four steps ahead, or as many as fit into shared memory: what is left of it caches tokens."""
     token_tiles = min(2, 1 << (cdiv(rows, TOKENS) - 1).bit_length())
     for warpgroups in (4, 3, 2, 1):
         room = (SMEM_BYTES - 1024) // warpgroups - WARPS * BLOCK * TOKENS * 4
-        stages = min(room // (WARPS * layout.words * 4 + 8), MAX_BARRIERS // warpgroups, 8)
+        stages = min(room // (WARPS * layout.words * 4 + 8), MAX_BARRIERS // warpgroups, 4)
         if stages >= 3:
             return Tuning(token_tiles, warpgroups, stages)
     raise NotImplementedError(f"mosaic_gpu: chunks of {layout} do not fit into shared memory")
@@ -147,16 +163,16 @@ def _kernel_body(call: _Call, x_ref, words_ref, sizes_ref, *refs, ring, sums_sme
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tile", "expert", "first_row", "end_row", "block"], meta_fields=[])
+    jax.tree_util.register_dataclass, data_fields=["tile", "expert", "first_row", "end_row", "part"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """A tile of rows of one expert, and a block of columns. All int32 scalars."""
+    """A tile of rows of one expert, and a part of its columns: `item_blocks` blocks. All int32 scalars."""
 
     tile: Any
     expert: Any
     first_row: Any
     end_row: Any
-    block: Any
+    part: Any
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["item", "number", "first_chunk"], meta_fields=[])
@@ -188,8 +204,8 @@ class _Worker:
     def run(self) -> None:
         call = self.call
         *_, tiles, rows = self._find_tile(jnp.int32(0))
-        first, end = (self._share(tiles * call.layout.blocks, self.number + i) for i in range(2))
-        item = self._item(lax.div(first, call.layout.blocks), lax.rem(first, call.layout.blocks))
+        first, end = (self._share(tiles * call.tile_items, self.number + i) for i in range(2))
+        item = self._item(lax.div(first, call.tile_items), lax.rem(first, call.tile_items))
         place = _Place(item, jnp.int32(0), jnp.int32(0))
         items = end - first
         place = lax.fori_loop(0, call.tuning.stages, lambda stage, place: self._copy(items, stage, place), place)
@@ -204,18 +220,18 @@ class _Worker:
     def _find_tile(self, index) -> tuple[jax.Array, ...]:
         return fragments.find_tile(self.sizes, index, self.call.tile_rows, use_twins=self.call.use_twins)
 
-    def _item(self, tile, block) -> _Item:
+    def _item(self, tile, part) -> _Item:
         expert, first_row, expert_end, *_ = self._find_tile(tile)
-        return _Item(tile, expert, first_row, jnp.minimum(first_row + self.call.tile_rows, expert_end), block)
+        return _Item(tile, expert, first_row, jnp.minimum(first_row + self.call.tile_rows, expert_end), part)
 
     def _after(self, item: _Item) -> _Item:
         return lax.cond(
-            item.block + 1 == self.call.layout.blocks, lambda: self._item(item.tile + 1, jnp.int32(0)),
-            lambda: dataclasses.replace(item, block=item.block + 1))
+            item.part + 1 == self.call.tile_items, lambda: self._item(item.tile + 1, jnp.int32(0)),
+            lambda: dataclasses.replace(item, part=item.part + 1))
 
     def _copy(self, items, stage, place: _Place) -> _Place:
         """Starts the copies of one step, a chunk a warp. A warp without a chunk copies the last one. Returns the step after it."""
-        layout = self.call.layout
+        layout, split = self.call.layout, self.call.split
 
         @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
         def copy():
@@ -223,17 +239,17 @@ class _Worker:
 
             @pl.when(place.number < items)
             def _():
-                matrix = place.item.expert * layout.blocks + place.item.block
-                chunk = jnp.minimum(place.first_chunk + warp, layout.chunks - 1)
+                block = place.item.part * self.call.item_blocks + lax.div(warp, split)
+                chunk = jnp.minimum(place.first_chunk + lax.rem(warp, split), layout.chunks - 1)
                 plgpu.copy_gmem_to_smem(
-                    self.words.at[matrix, pl.ds(chunk, 1)], self.ring.at[stage, pl.ds(warp, 1)],
+                    self.words.at[place.item.expert * layout.blocks + block, pl.ds(chunk, 1)], self.ring.at[stage, pl.ds(warp, 1)],
                     self.barriers.at[self.first_barrier + stage], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
         copy()
         return lax.cond(
-            place.first_chunk + WARPS >= layout.chunks,
+            place.first_chunk + split >= layout.chunks,
             lambda: _Place(self._after(place.item), place.number + 1, jnp.int32(0)),
-            lambda: dataclasses.replace(place, first_chunk=place.first_chunk + WARPS))
+            lambda: dataclasses.replace(place, first_chunk=place.first_chunk + split))
 
     def _run_item(self, items, item: _Item, place: _Place, stage):
         call = self.call
@@ -242,7 +258,8 @@ class _Worker:
             place, stage, sums = state
             plgpu.barrier_wait(self.barriers.at[self.first_barrier + stage])
             sums = fragments.add_products(
-                call.layout, self.ring.at[stage], self.x, item.first_row, item.end_row, i * WARPS, sums, use_twins=call.use_twins)
+                call.layout, call.split, self.ring.at[stage], self.x, item.first_row, item.end_row, i * call.split, sums,
+                use_twins=call.use_twins)
             fragments.warp_done(use_twins=call.use_twins)  # the chunk that one warp reads is copied by that warp
             place = self._copy(items, stage, place)
             return place, jnp.where(stage + 1 == call.tuning.stages, 0, stage + 1), sums
@@ -257,26 +274,29 @@ class _Worker:
         return self._after(item), place, stage
 
     def _write(self, item: _Item, first_row, sums) -> None:
-        """Sums the four warps and writes eight rows."""
+        """Sums the warps that share a block and writes eight rows."""
         call = self.call
         self.sums_smem[...] = sums
         fragments.warpgroup_done(use_twins=call.use_twins)
-        layout = fragments.output_layout(call.columns)
-        parts = []
-        for first in range(0, BLOCK, call.columns):
-            warps = [plgpu.load(self.sums_smem.at[w, pl.ds(first, call.columns)], layout=layout, optimized=False)
-                     for w in range(WARPS)]
-            part = functools.reduce(jnp.add, warps)
-            if self.biases:
-                bias = plgpu.load(
-                    self.biases[0].at[item.expert, pl.ds(item.block * BLOCK + first, call.columns)], layout=layout.reduce(1),
-                    optimized=False)
-                part = part + plgpu.layout_cast(lax.broadcast_in_dim(bias, part.shape, [0]), layout)
-            parts.append(part)
-        values = parts[0] if call.glu is None else call.glu(*parts)
-        fragments.store_rows(
-            self.out, values.astype(self.out.dtype), first_row, item.end_row, item.block * call.columns, use_twins=call.use_twins)
+        for i in range(call.item_blocks):
+            block = item.part * call.item_blocks + i
+            parts = [self._sum(range(i * call.split, (i + 1) * call.split), first, item.expert, block * BLOCK + first)
+                     for first in range(0, BLOCK, call.columns)]
+            values = parts[0] if call.glu is None else call.glu(*parts)
+            fragments.store_rows(
+                self.out, values.astype(self.out.dtype), first_row, item.end_row, block * call.columns, use_twins=call.use_twins)
         fragments.warpgroup_done(use_twins=call.use_twins)
+
+    def _sum(self, warps: range, first: int, expert, column) -> jax.Array:
+        """[columns, 8] of a block from its column `first` on, over `warps`, with the bias from `column` on."""
+        columns = self.call.columns
+        layout = fragments.output_layout(columns)
+        part = functools.reduce(jnp.add, [
+            plgpu.load(self.sums_smem.at[w, pl.ds(first, columns)], layout=layout, optimized=False) for w in warps])
+        if not self.biases:
+            return part
+        bias = plgpu.load(self.biases[0].at[expert, pl.ds(column, columns)], layout=layout.reduce(1), optimized=False)
+        return part + plgpu.layout_cast(lax.broadcast_in_dim(bias, part.shape, [0]), layout)
 
     def _clear(self, first_row) -> None:
         """Writes zeros to the rows that no expert has."""

@@ -214,12 +214,13 @@ class PackedMatmulCases:
     def test_group_sizes(self, sizes):
         self.check(Packed(sizes=sizes))
 
-    @pytest.mark.parametrize("k", [32, 96, 704])  # a chunk of 32; two idle warps; 11 chunks of 64
-    def test_tails_of_the_contraction(self, k):
-        self.check(Packed(k=k, group_size=32, n=32))
+    @pytest.mark.parametrize(("k", "n"), [(32, 32), (96, 32), (704, 32), (768, 64), (32, 128)])  # 1, 3, 11, 6 chunks; 1
+    def test_tails_of_the_contraction(self, k, n):
+        self.check(Packed(k=k, group_size=32, n=n))
 
     def test_bias_and_glu(self):
         self.check(Packed(), bias=True)
+        self.check(Packed(k=256, n=128), bias=True, glu=swiglu)
         self.check(Packed(), bias=True, glu=swiglu)
         self.check(Packed(), glu=swiglu, out_dtype="bfloat16")
 
