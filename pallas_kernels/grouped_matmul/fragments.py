@@ -194,8 +194,8 @@ def _find_tile(sizes, index: ir.Value, tile_rows: int) -> tuple[fa.FragmentedArr
         found = [arith.select(is_it, value, old) for value, old in zip(values, found)]
         before = after
     total = sm90.warp_sum(own)
-    total = [arith.shrui(total, i32(16)), arith.andi(total, i32(0xFFFF))]
-    return tuple(sm90.int_array(x) for x in (*(sm90.warp_sum(x) for x in found), *total))
+    both_totals = arith.shrui(total, i32(16)), arith.andi(total, i32(0xFFFF))
+    return tuple(sm90.int_array(x) for x in (*(sm90.warp_sum(x) for x in found), *both_totals))
 
 
 class _AddProducts:

@@ -307,7 +307,7 @@ class _Worker:
         tiles = lax.div(rows - first_row + (TOKENS - 1), TOKENS)
 
         @pl.loop(self.number, tiles * call.layout.blocks, step=call.tuning.workers)
-        def _(index):
+        def clear(index):
             tile, block = lax.div(index, call.layout.blocks), lax.rem(index, call.layout.blocks)
             fragments.store_rows(
                 self.out, zeros, first_row + TOKENS * tile, rows, block * call.columns, use_twins=call.use_twins)
