@@ -1,13 +1,12 @@
 """Is a kernel right, and how fast is it: `python -m experiments.kernels --spec=qwen3_30b_32k --formats=k4v4,k2v2`.
 
 Every op x implementation x named shape x cache format is compared with a float64 computation first, and timed when it is right
-(`pallas_kernels.bench`). In the same run, in the same way, the device's read bandwidth is measured and, where torch sees the same
-card, attention over a bfloat16 cache of the same shape by torch.
+(`pallas_kernels.bench`). In the same run, in the same way, the device's read bandwidth is measured, and what there is without these
+kernels (`kernel_baselines`): torch's attention over a bfloat16 cache, `lax.ragged_dot` over bfloat16 experts.
 """
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import os
 import re
@@ -20,26 +19,31 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch works o
 import jax
 from tqdm import tqdm
 
-from experiments import cli, results
+from experiments import cli, kernel_baselines, results
 from pallas_kernels import bench, bench_cases, dispatch
 from pallas_kernels.close_page.specs import SPECS as CLOSE_PAGE_SPECS
+from pallas_kernels.grouped_matmul.specs import SPECS as MATMUL_SPECS
+from pallas_kernels.grouped_matmul.specs import GroupedMatmulSpec
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.paged_attention.specs import SPECS as ATTENTION_SPECS
 from pallas_kernels.paged_attention.specs import PagedAttentionSpec
 
-SPECS: dict[str, dict[str, Any]] = {"paged_attention": ATTENTION_SPECS, "close_page": CLOSE_PAGE_SPECS}
+SPECS: dict[str, dict[str, Any]] = {
+    "paged_attention": ATTENTION_SPECS, "close_page": CLOSE_PAGE_SPECS, "grouped_matmul": MATMUL_SPECS}
 DEFAULT_SPECS = {
     "paged_attention": ("qwen3_30b_32k", "qwen3_30b_32k_ragged", "qwen3_30b_b64_32k", "qwen3_30b_b64_32k_ragged",
                         "qwen3_30b_b1_128k", "qwen3_30b_b1_128k_ragged"),
     "close_page": ("qwen3_30b_b16_k2v2", "burst_k2v2"),
+    "grouped_matmul": tuple(f"qwen3_30b_b{batch}_{part}_int4" for batch in (1, 16, 64) for part in ("gate_up", "down")),
 }
-CPU_SPECS = {"paged_attention": ("smollm2_135m_512",), "close_page": ("one_slot_k2v2",)}
+CPU_SPECS = {"paged_attention": ("smollm2_135m_512",), "close_page": ("one_slot_k2v2",), "grouped_matmul": ("tiny_int4",)}
 DEFAULT_FORMATS = ("k2v2", "k3v3", "k4v4", "k16v16", "k2v2+16ch@4", "k2v2+16ch@8")
 FORMAT = re.compile(r"k(\d+)v(\d+)(?:\+(\d+)ch@(\d+))?(?:\+sink(\d+))?(?:\+rot-(k?v?))?(?:\+clip-(k?v?))?")
 READ_BYTES = {"gpu": 1 << 30, "tpu": 1 << 30, "cpu": 1 << 26}
 MIB = 1 << 20
 COLUMNS = {"op": "", "implementation": "", "spec": "", "format": "", "us_p50": ".1f", "us_p10": ".1f", "us_p90": ".1f",
-           "gb_per_s": ",.1f", "read_bandwidth_pct": ".1f", "speedup_over_sdpa": ".2f", "relative_l2_error": ".1e", "status": ""}
+           "gb_per_s": ",.1f", "read_bandwidth_pct": ".1f", "speedup_over_baseline": ".2f", "relative_l2_error": ".1e",
+           "status": ""}
 
 
 @cli.configurable
@@ -52,22 +56,24 @@ def kernels(
     repeats: int = 11,
     min_ms: float = 20.0,
     working_set_mib: int = 256,
-    sdpa: bool = True,
+    baselines: bool = True,
 ) -> cli.Work:
-    """Checks and times kernels: us a call (median, p10, p90), GB/s of what must move, % of read bandwidth, speed-up over torch.
+    """Checks and times kernels: us a call (median, p10, p90), GB/s of what must move, % of read bandwidth, speed-up.
 
     Exit code 1 when an implementation gives wrong results, or does not compile or run. Lists may be separated by commas.
 
     Args:
-      op: paged_attention, close_page.
+      op: paged_attention, close_page, grouped_matmul.
       implementation: names, or all that are registered; one that cannot serve a call gets a row with its reason.
       spec: named shapes (pallas_kernels/OP/specs.py), or all. By default those of the benchmark; on CPU one that is tiny.
       formats: cache formats as tables name them, e.g. k2v2+16ch@8+sink4. By default six; for close_page what the shape names.
+        Shapes of grouped_matmul say what their weights are.
       layout: of the pages; by default mma_sm90 on GPU where the format can be stored so, else linear.
       repeats: samples a time is the median of.
       min_ms: a sample is the difference of two loops of calls; how much longer the long one takes.
-      working_set_mib: calls of paged_attention take turns over pools that together take at least this (an H200's L2 is 60 MB).
-      sdpa: also time scaled_dot_product_attention of torch, flash, bfloat16.
+      working_set_mib: calls take turns over pools, or over draws of experts, that together take at least this (an H200's L2 is
+        60 MB).
+      baselines: also time torch's scaled_dot_product_attention (flash, bfloat16), and lax.ragged_dot with bfloat16 experts.
     """
     for name, value, least in (("repeats", repeats, 1), ("working_set_mib", working_set_mib, 0)):
         if value < least:
@@ -77,7 +83,7 @@ def kernels(
     names = {"op": split(op), "implementation": split(implementation), "spec": split(spec), "formats": split(formats)}
     runs = plan(**names, layout=layout)
     timing = {"repeats": repeats, "min_s": min_ms / 1e3}
-    return lambda: Bench(timing, working_set_mib * MIB, sdpa).work(runs)
+    return lambda: Bench(timing, working_set_mib * MIB, baselines).work(runs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +93,16 @@ class Run:
     op: str
     spec_name: str
     spec: Any
-    kv_format: KVFormat
+    kv_format: KVFormat | None  # None: the shape says what the weights are
     implementation: str
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The format's columns."""
+        if self.kv_format is None:
+            return {"format": self.spec.format_name, "layout": "packed", "effective_bits": self.spec.effective_bits()}
+        layout = self.kv_format.page_layout(self.spec.head_dim)
+        return {"format": self.kv_format.name, "layout": self.kv_format.layout, "effective_bits": layout.effective_bits()}
 
 
 def split(names: Sequence[str] | None) -> list[str]:
@@ -100,9 +114,12 @@ def plan(op: list[str], implementation: list[str], spec: list[str], formats: lis
     """Every row to be measured, in order: what shares inputs stands together.
 
     Raises:
-      ValueError: a name that is unknown, or known to none of the chosen ops; a format that cannot be stored.
+      ValueError: a name that is unknown, or known to none of the chosen ops; a format that cannot be stored, or for no op with a
+        cache.
     """
     choose("op", op, SPECS)
+    if op == ["grouped_matmul"] and (formats or layout):
+        raise ValueError(f"{formats=}, {layout=}: are of caches; op='grouped_matmul' has its format in the name of the shape")
     known = {name: dispatch.implementations(name) for name in op}
     choose("implementation", implementation, ["all", *dict.fromkeys(sum(known.values(), ()))])
     if spec:
@@ -115,7 +132,8 @@ def plan(op: list[str], implementation: list[str], spec: list[str], formats: lis
             shape = SPECS[name].get(spec_name)
             if shape is None:  # another op's
                 continue
-            for f in formats_for(shape, parsed, layout):
+            kv_formats = [None] if isinstance(shape, GroupedMatmulSpec) else formats_for(shape, parsed, layout)
+            for f in kv_formats:
                 runs += [Run(name, spec_name, shape, f, i) for i in known[name] if "all" in implementation or i in implementation]
     return list(dict.fromkeys(runs))
 
@@ -166,8 +184,8 @@ def with_layout(kv_format: KVFormat, layout: str | None, head_dim: int) -> KVFor
 class Bench:
     """Measures rows one after the other. `timing`: repeats and min_s, as of `bench.sample`."""
 
-    def __init__(self, timing: dict[str, Any], working_set_bytes: int, with_sdpa: bool):
-        self.timing, self.working_set_bytes, self.with_sdpa = timing, working_set_bytes, with_sdpa
+    def __init__(self, timing: dict[str, Any], working_set_bytes: int, baselines: bool):
+        self.timing, self.working_set_bytes, self.baselines = timing, working_set_bytes, baselines
 
     def work(self, runs: list[Run]) -> dict:
         read = bench.read_bandwidth(READ_BYTES[jax.default_backend()], **self.timing)
@@ -203,25 +221,23 @@ class Bench:
         """One line of the table, and what is not shown there."""
         measured = bench.measure(case, run.implementation, **self.timing)
         row = {
-            "op": run.op, "implementation": run.implementation, "spec": run.spec_name, "format": run.kv_format.name,
-            "layout": run.kv_format.layout, "effective_bits": run.kv_format.page_layout(run.spec.head_dim).effective_bits(),
+            "op": run.op, "implementation": run.implementation, "spec": run.spec_name, **run.names,
             "bytes_moved": case.bytes_moved, **measured, "read_bandwidth_pct": percent(measured, read),
-            "sdpa_us_p50": baseline.get("us_p50"), "sdpa_not_measured": baseline.get("reason"), "speedup_over_sdpa": None}
+            "baseline_us_p50": baseline.get("us_p50"), "baseline_not_measured": baseline.get("reason"),
+            "speedup_over_baseline": None}
         if measured.get("us_p50") and baseline.get("us_p50"):
-            row["speedup_over_sdpa"] = baseline["us_p50"] / measured["us_p50"]
+            row["speedup_over_baseline"] = baseline["us_p50"] / measured["us_p50"]
         return row
 
     def baseline_row(self, run: Run, baseline: dict, read: dict) -> dict:
-        return {"op": run.op, "implementation": "torch SDPA flash", "spec": run.spec_name, "format": "bfloat16", "status": "ok",
-                **baseline, "read_bandwidth_pct": percent(baseline, read)}
+        return {"op": run.op, "spec": run.spec_name, "format": "bfloat16", "status": "ok", **baseline,
+                "read_bandwidth_pct": percent(baseline, read)}
 
     def baseline(self, run: Run) -> dict:
-        """`Samples.summary` and bytes_moved of torch's attention of this shape, or the reason why there is none."""
-        if run.op != "paged_attention":
-            return {"reason": f"torch has no {run.op}"}
-        if not self.with_sdpa:
-            return {"reason": "--nosdpa"}
-        return sdpa_baseline(run.spec, self.working_set_bytes, self.timing)
+        """`Samples.summary`, implementation and bytes_moved of what there is besides, or the reason why there is nothing."""
+        if not self.baselines:
+            return {"reason": "--nobaselines"}
+        return kernel_baselines.measure(run.op, run.spec, self.working_set_bytes, self.timing)
 
 
 def percent(measured: dict, read: dict) -> float | None:
@@ -234,62 +250,9 @@ def cell(row: dict, key: str, form: str) -> str:
     """Text of one table cell."""
     value = row.get(key)
     if value is None:
-        return f"not measured: {row['sdpa_not_measured']}" if key == "speedup_over_sdpa" and row.get("sdpa_not_measured") else "-"
+        reason = row.get("baseline_not_measured")
+        return f"not measured: {reason}" if key == "speedup_over_baseline" and reason else "-"
     return format(value, form)
-
-
-def sdpa_baseline(spec: PagedAttentionSpec, working_set_bytes: int, timing: dict) -> dict:
-    """Times torch's flash attention over a contiguous bfloat16 cache of the same shape, on the first CUDA device.
-
-    The query heads of a KV head stand as queries, so that keys and values are read once; calls are replayed as a CUDA graph.
-    """
-    lens = spec.kv_lens()
-    if spec.q_len != 1:
-        return {"reason": "flash attention masks several queries from the start of the sequence"}
-    if lens.min() != lens.max():
-        return {"reason": "flash attention takes no length a row"}
-    if importlib.util.find_spec("torch") is None:
-        return {"reason": "torch is not installed"}
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"reason": "torch sees no CUDA device"}
-    try:
-        return _time_sdpa(torch, spec, working_set_bytes, timing)
-    except RuntimeError as error:  # out of memory, or flash cannot serve the shape
-        return {"reason": str(error).splitlines()[0]}
-    finally:
-        torch.cuda.empty_cache()
-
-
-def _time_sdpa(torch, spec: PagedAttentionSpec, working_set_bytes: int, timing: dict) -> dict:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    group = spec.num_heads // spec.num_kv_heads
-    kv_shape = (spec.batch, spec.num_kv_heads, spec.kv_len, spec.head_dim)
-    kv_bytes = 2 * 2 * spec.batch * spec.num_kv_heads * spec.kv_len * spec.head_dim
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    q = torch.randn(spec.batch, spec.num_kv_heads, group, spec.head_dim, **options)
-    turns = [tuple(torch.randn(kv_shape, **options) for _ in "kv") for _ in range(max(1, -(-working_set_bytes // kv_bytes)))]
-    graphs: dict[int, Any] = {}
-
-    def attend(calls: int) -> None:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.inference_mode():
-            for i in range(calls):
-                torch.nn.functional.scaled_dot_product_attention(q, *turns[i % len(turns)])
-
-    def run(calls: int) -> None:
-        if calls not in graphs:
-            attend(2)
-            torch.cuda.synchronize()
-            graphs[calls] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[calls]):
-                attend(calls)
-        graphs[calls].replay()
-        torch.cuda.synchronize()
-
-    bytes_moved = kv_bytes + 2 * q.numel() * 2
-    return {**bench.sample(run, **timing).summary(bytes_moved), "bytes_moved": bytes_moved}
 
 
 if __name__ == "__main__":

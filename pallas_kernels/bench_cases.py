@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench import Case, add_tiny
+from pallas_kernels.bench_grouped_matmul import grouped_matmul_case
 from pallas_kernels.close_page import close_page, open_page
 from pallas_kernels.close_page.specs import ClosePageSpec
 from pallas_kernels.kv_format import QUANT_BITS, KVFormat
@@ -29,18 +30,22 @@ LOGIT_STD = 2.0  # a softmax that is neither flat nor one token
 CHECKED_PAGES = 16  # of `close_page`
 
 
-def case(op: str, spec, kv_format: KVFormat, *, working_set_bytes: int = 0) -> Case:
-    """The case of one named shape of `op` in one format.
+def case(op: str, spec, kv_format: KVFormat | None, *, working_set_bytes: int = 0) -> Case:
+    """The case of one named shape of `op` in one format; None for `grouped_matmul`, whose shapes say what the weights are.
 
     Args:
       working_set_bytes: the calls of a loop take turns over pools that together take at least this, so that pages come from
         memory and not from a cache. `close_page` does not take turns: choose a large shape.
     """
+    if op == "grouped_matmul":
+        return grouped_matmul_case(spec, working_set_bytes)
+    if kv_format is None:
+        raise ValueError(f"{op=}: needs a cache format")
     if op == "paged_attention":
         return attention_case(spec, kv_format, working_set_bytes)
     if op == "close_page":
         return close_page_case(spec, kv_format)
-    raise ValueError(f"{op=}: accepted are paged_attention, close_page")
+    raise ValueError(f"{op=}: accepted are paged_attention, close_page, grouped_matmul")
 
 
 def attention_bytes(spec: PagedAttentionSpec, kv_format: KVFormat) -> int:

@@ -5,6 +5,8 @@ import dataclasses
 
 import numpy as np
 
+from pallas_kernels.packed_weights import BLOCK, WeightLayout
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatmulSpec:
@@ -23,6 +25,19 @@ class GroupedMatmulSpec:
     group_size: int | None = None
     scale_dtype: str = "float32"
     glu: bool = False
+
+    @property
+    def format_name(self) -> str:
+        """Of the weights."""
+        return "bfloat16" if self.bits is None else f"int{self.bits} in groups of {self.group_size}"
+
+    def effective_bits(self) -> float:
+        """Bits stored a weight: scales and padding counted."""
+        if self.bits is None or self.group_size is None:
+            return 16.0
+        layout = WeightLayout(
+            k=self.k, n=self.n, bits=self.bits, group_size=self.group_size, scale_dtype=self.scale_dtype)
+        return 32 * layout.words / (BLOCK * layout.chunk)
 
     def topk_idx(self, seed: int) -> np.ndarray:
         """int [m / top_k, top_k], the experts of each token."""

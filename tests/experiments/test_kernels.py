@@ -1,6 +1,7 @@
 """`experiments.kernels` and what it measures with: right and wrong implementations, bytes, names, bad input."""
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from experiments.kernels import kernels, parse_format, plan
 from pallas_kernels import KVFormat, bench, bench_cases, dispatch
 from pallas_kernels.close_page.reference import close_page as reference_close_page
 from pallas_kernels.close_page.specs import ClosePageSpec
+from pallas_kernels.grouped_matmul.reference import grouped_matmul as reference_matmul
+from pallas_kernels.grouped_matmul.specs import SPECS as MATMUL_SPECS
 from pallas_kernels.paged_attention.reference import paged_attention as reference_attention
 from pallas_kernels.paged_attention.specs import SPECS, PagedAttentionSpec
 from tests.experiments.conftest import assert_refused
@@ -36,7 +39,7 @@ def steady_clock(monkeypatch):
 @pytest.fixture
 def plant(monkeypatch):
     """Registers an implementation for one test."""
-    for op in ("paged_attention", "close_page"):
+    for op in ("paged_attention", "close_page", "grouped_matmul"):
         monkeypatch.setitem(dispatch._registry, op, dict(dispatch._registry[op]))
     return dispatch.register
 
@@ -65,7 +68,7 @@ def test_a_wrong_kernel_is_reported_and_not_timed(run, plant, steady_clock, tmp_
     moved = 3 * (3 * (64 * 128 * 6 // 8 + 4 * (64 + 128)) + 128 * 256) + 2 * 9 * 64 * 2 + 3 * 4 + 4
     assert right["bytes_moved"] == moved and right["gb_per_s"] == pytest.approx(moved / 100 / 1e3)
     assert right["read_bandwidth_pct"] == pytest.approx(100 * right["gb_per_s"] / done.result["read_gb_per_s"])
-    assert right["speedup_over_sdpa"] is None and right["sdpa_not_measured"].startswith("torch")
+    assert right["speedup_over_baseline"] is None and right["baseline_not_measured"].startswith("torch")
     assert "| k4v2" in done.out and "not measured: torch" in done.out
     assert json.loads((tmp_path / "results.jsonl").read_text())["rows"] == done.result["rows"]
 
@@ -145,6 +148,24 @@ def test_close_page(plant, steady_clock):
     assert timed["status"] == "ok" and timed["relative_l2_error"] == 0
 
 
+def test_experts_beside_ragged_dot(run, plant, steady_clock):
+    def neighbour(x, w, group_sizes, **options):  # each group times the matrix of the expert after it
+        return reference_matmul(x, jax.tree.map(lambda leaf: jnp.roll(leaf, 1, axis=0), w), group_sizes, **options)
+
+    plant("grouped_matmul", "neighbour", neighbour)
+    done = run(kernels, *SMALL, "--op=grouped_matmul", "--implementation=reference,neighbour,mosaic_gpu", "--spec=tiny_int4")
+    rows = {row["implementation"]: row for row in done.result["rows"]}
+    right, dense = rows["reference"], rows["lax.ragged_dot"]
+    assert done.code == 1 and rows["neighbour"]["status"].startswith("wrong")
+    assert rows["mosaic_gpu"]["status"].startswith("refused: mosaic_gpu: runs on NVIDIA Hopper")
+    # Experts with rows x 256 x 64 weights of 4 bits and a float32 scale in 64; rows of 256 in and 32 out, two bytes each.
+    hit = np.count_nonzero(MATMUL_SPECS["tiny_int4"].group_sizes(0))
+    assert right["effective_bits"] == 4.5 and right["format"] == "int4 in groups of 64"
+    assert right["bytes_moved"] == hit * 256 * 64 * 4.5 / 8 + 4 * 2 * (256 + 32)
+    assert dense["bytes_moved"] == hit * 256 * 64 * 2 + 4 * 2 * (256 + 32)
+    assert right["us_p50"] == pytest.approx(100) and right["speedup_over_baseline"] == pytest.approx(1)
+
+
 def test_a_call_is_the_difference_of_two_loops(monkeypatch):
     clock, made = [0.0], []
 
@@ -192,6 +213,7 @@ def test_the_plan_by_default_covers_every_shape_of_the_benchmark():
     (["--formats=k2v2,,k4v4"], ["formats=''", "k2v2+16ch@8"]),
     (["--formats=k2v2+64ch@8", "--spec=smollm2_135m_512"], ["outlier_channels=64", "head_dim=64"]),
     (["--layout=tiled"], ["layout='tiled'", "linear"]),
+    (["--op=grouped_matmul", "--formats=k2v2"], ["formats=['k2v2']", "grouped_matmul"]),
     (["--layout=mma_sm90", "--formats=k2v2+8ch@8"], ["outlier_channels=8", "multiples of 16"]),
     (["--repeats=0"], ["repeats=0", "at least 1"]),
     (["--min_ms=0"], ["min_ms=0", "positive"]),
