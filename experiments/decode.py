@@ -7,9 +7,10 @@ import time
 
 import jax
 import numpy as np
+from flax import nnx
 
 from experiments import cli, inputs
-from moejax import accounting, compilation_cache, kv_presets
+from moejax import compilation_cache, kv_presets
 from moejax import kv_schedule as schedules
 from moejax.config import require_int
 from moejax.engine import Engine
@@ -22,6 +23,7 @@ from pallas_kernels.kv_format import KVFormat
 @cli.configurable
 def decode(
     checkpoint: str = "checkpoints/moe_10m",
+    expert_weights: str = "bf16",
     prompt: list[str] = ["It is a truth universally acknowledged, that", "The function returns a new"],  # noqa: B006
     prompt_file: str | None = None,
     prompt_tokens: int | None = None,
@@ -45,6 +47,7 @@ def decode(
 
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
+      expert_weights: what routed experts are kept in: int8, int4, int3, int2, packed; bf16 leaves them as they are loaded.
       prompt: texts to continue.
       prompt_file: a UTF-8 file whose text is one more prompt, in place of the default ones.
       prompt_tokens: cut each prompt to its first so many tokens.
@@ -63,7 +66,7 @@ def decode(
     texts = prompt if prompt_file is None else [inputs.read_text("prompt_file", prompt_file)]
     started = time.perf_counter()
     compilation_cache.enable()
-    model, tokenizer = inputs.load_checkpoint(checkpoint)
+    model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights)
     vocab_size = model.config.vocab_size
     name = "prompt" if prompt_file is None else f"prompt_file={prompt_file}"
     prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for text in texts]
@@ -100,15 +103,16 @@ def decode(
         generated = sum(len(c.token_ids) for c in completions)
         steps = engine.stats.step_ms
         return {
-            "checkpoint": checkpoint, "kv_format": schedules.name(formats),
+            "checkpoint": checkpoint, "expert_weights": expert_weights, "kv_format": schedules.name(formats),
             "effective_bits": schedules.effective_bits(formats, model.config.head_dim),
             "load_s": load_s, "ttft_cold_ms": cold_ms, "ttft_ms": [c.ttft_ms for c in completions],
             "tpot_ms_p50": float(np.percentile(steps, 50)) if steps else None,
             "tpot_ms_p99": float(np.percentile(steps, 99)) if steps else None,
             "decode_steps": len(steps), "steps_per_segment": steps_per_segment,
             "generated_tokens": generated, "tok_per_s": generated / seconds,
-            "cache_bytes": engine.cache_bytes, "weight_bytes": sum(accounting.weight_bytes(model.config, model.dtype).values()),
+            "cache_bytes": engine.cache_bytes, "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))),
             "compilations": engine.num_compilations, "implementation": dispatch.last_implementation("paged_attention"),
+            "expert_implementation": dispatch.last_implementation("grouped_matmul"),
             "device": jax.devices()[0].device_kind, "completions": [c.text for c in completions],
             "beyond_training": beyond,
         }

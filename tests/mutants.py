@@ -85,6 +85,8 @@ MUTANTS = (
            "x.reshape(layout.chunks, layout.groups, layout.blocks, 2, 2, 8)",
            "jnp.roll(x, 1, axis=0).reshape(layout.chunks, layout.groups, layout.blocks, 2, 2, 8)",
            "tests/pallas_kernels/test_packed_weights.py -k bijection"),
+    Mutant("packed experts: gate and up swapped", "moejax/experts.py", "packed(self.w_gate_EDF[...], self.w_up_EDF[...])",
+           "packed(self.w_up_EDF[...], self.w_gate_EDF[...])", "tests/moejax/test_expert_weights.py -k rounded"),
     Mutant("packed: columns 8 apart swapped", "pallas_kernels/packed_weights.py", "(6, 0, 1, 9, 2, 4, 8, 7, 3, 5)",
            "(6, 0, 1, 9, 2, 4, 7, 8, 3, 5)", "tests/pallas_kernels/test_packed_weights.py -k one_code"),
     Mutant("scale rounded down", "pallas_kernels/quantize.py", "np.float32(1 / steps), g.scale_dtype, up=True",

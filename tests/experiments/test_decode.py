@@ -21,6 +21,16 @@ def test_report(checkpoint, run):
     assert r["compilations"] <= 4 and r["tpot_ms_p99"] >= r["tpot_ms_p50"] > 0
 
 
+def test_packed_experts(run):
+    flags = ("--prompt=The function", "--max_tokens=3", "--max_len=128", "--max_batch=1")
+    packed, plain = (run(decode, *flags, f"--expert_weights={name}").result for name in ("int4", "bf16"))
+    assert packed["expert_weights"] == "int4" and packed["expert_implementation"] == "reference"
+    experts = 8 * 16 * 3 * 256 * 64  # weights; float32 on a CPU, then 4 bits, and float32 scales for 128 and for 64 channels
+    scales = 8 * 16 * 4 * (2 * 128 + 256)
+    assert plain["weight_bytes"] - packed["weight_bytes"] == experts * 4 - experts // 2 - scales
+    assert_refused(run(decode, *flags, "--expert_weights=4"), "expert_weights='4'")
+
+
 def test_one_repeat_times_no_compilation(checkpoint, run, monkeypatch):
     compiled = []
     generate = Engine.generate
