@@ -18,14 +18,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from pallas_kernels import mma_sm90
+from pallas_kernels import mma_sm90, tpu_tiles
 from pallas_kernels.page_layout import PageLayout
 
 QUANT_BITS = (2, 3, 4, 8)
 ALL_BITS = (*QUANT_BITS, 16, 32)
 OUTLIER_BITS = (4, 8, 16)
-# "linear": see `packing`; "mma_sm90": see `mma_sm90`. `tpu` joins with its kernels.
-LAYOUTS = ("linear", "mma_sm90")
+# "linear": see `packing`; "mma_sm90": see `mma_sm90`; "tpu": see `tpu_tiles`.
+LAYOUTS = ("linear", "mma_sm90", "tpu")
+# Tokens a page, and of how many the promoted channels are a multiple, in the layouts that fast kernels read.
+_FAST_LAYOUTS = {"mma_sm90": (mma_sm90.TOKENS, mma_sm90.TILE), "tpu": (tpu_tiles.TOKENS, tpu_tiles.CHANNELS)}
 
 Axis = Literal["channel", "token"]
 Codes = Literal["uniform", "gaussian", "float8_e4m3"]
@@ -95,7 +97,8 @@ class KVFormat:
     """Storage format of a paged KV cache. Immutable and hashable, so it can be a static argument of a jitted function.
 
     `k_` fields are of the keys, `v_` fields of the values. At 16 and 32 bits there are no codes, and fields that say how codes are
-    chosen mean nothing. What the fast kernels read is what `layout="mma_sm90"` accepts; every other point runs in the reference.
+    chosen mean nothing. What the fast kernels read is what `layout="mma_sm90"` or "tpu" accepts; every other point runs in the
+    reference.
 
     Attributes:
       k_bits, v_bits: bits a stored element in closed pages: 2, 3, 4, 8 (codes), 16 (bfloat16), or 32 (float32: no loss at all,
@@ -124,7 +127,8 @@ class KVFormat:
       open_pages: last pages of a sequence that stay unquantised, the one being filled included.
       key_rope: "post" quantises keys after RoPE, "pre" before it ("pre" only in `moejax.scoring`).
       scale_dtype: dtype of scales and offsets, "bfloat16", "float16" (saturates at 65504) or "float8_e4m3" (at 448).
-      layout: order of codes and scales inside a page: "linear" (every format), or "mma_sm90", which the Mosaic GPU kernels read.
+      layout: order of codes and scales inside a page: "linear" (every format), or what fast kernels read: "mma_sm90"
+        (Mosaic GPU) or "tpu" (Mosaic TPU).
 
     Raises:
       ValueError: a field out of what is accepted; the message names field, value and accepted values.
@@ -184,8 +188,8 @@ class KVFormat:
                           "calibrated transforms are measured on keys after RoPE")
             self._require("outlier_choice", self.outlier_choice == "page" or not self.outlier_channels,
                           "key_rope='pre' accepts page: channels are calibrated on keys after RoPE")
-        if self.layout == "mma_sm90":
-            self._check_mma_sm90()
+        if self.layout in _FAST_LAYOUTS:
+            self._check_fast_layout(*_FAST_LAYOUTS[self.layout])
 
     def _check_parts(self) -> None:
         """What keys and values have in common."""
@@ -207,17 +211,17 @@ class KVFormat:
         if self.outlier_channels:
             self._require("k_codes", self.k_codes == "uniform", "outlier_channels > 0 accepts uniform")
 
-    def _check_mma_sm90(self) -> None:
+    def _check_fast_layout(self, page_size: int, channels: int) -> None:
         plain = KVFormat()
         same = ("k_axis", "v_axis", "k_group", "v_group", "k_symmetric", "v_symmetric", "k_codes", "v_codes", "outlier_choice",
                 "k_sparse", "v_sparse", "key_rope", "scale_dtype")
         for name, good, accepted in (
-            ("page_size", self.page_size == mma_sm90.TOKENS, str(mma_sm90.TOKENS)),
+            ("page_size", self.page_size == page_size, str(page_size)),
             ("k_bits", self.k_bits <= 16, "2, 3, 4, 8, 16"),
-            ("outlier_channels", self.outlier_channels % mma_sm90.TILE == 0, f"multiples of {mma_sm90.TILE}"),
+            ("outlier_channels", self.outlier_channels % channels == 0, f"multiples of {channels}"),
             *((name, getattr(self, name) == getattr(plain, name), str(getattr(plain, name))) for name in same),
         ):
-            self._require(name, good, f"layout 'mma_sm90' accepts {accepted}")
+            self._require(name, good, f"layout {self.layout!r} accepts {accepted}")
 
     def _require(self, name: str, good: bool, what: str) -> None:
         if not good:
@@ -294,8 +298,8 @@ class KVFormat:
         """Raises ValueError when this format cannot store heads of `head_dim` channels."""
         if head_dim < 8 or head_dim % 8:
             raise ValueError(f"{head_dim=}: must be a positive multiple of 8")
-        if self.layout == "mma_sm90" and head_dim % 32:
-            raise ValueError(f"{head_dim=}: must be a multiple of 32 with layout 'mma_sm90'")
+        if self.layout in _FAST_LAYOUTS and head_dim % 32:
+            raise ValueError(f"{head_dim=}: must be a multiple of 32 with layout {self.layout!r}")
         self._require("outlier_channels", self.outlier_channels < head_dim, f"must be below {head_dim=}")
         if self.outlier_channels and self.outlier_choice == "page" and head_dim > 256:
             raise ValueError(f"{head_dim=}: outlier_choice='page' has indices of 8 bits, at most 256 channels")

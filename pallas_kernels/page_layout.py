@@ -9,14 +9,14 @@ Everything that keys need comes first, everything that values need after it, so 
 runs, each when there is room for it. Scales lie in the order of their matrix (`GroupFormat.scale_shape`), each followed by its
 offset, from the low bits of a word on: two of 16 bits or four of 8 bits a word (layout "mma_sm90" has an order of its own). An
 index is 8 bits; a sparse entry is one word, its position (token * head_dim + channel) in the low half and its bfloat16 in the high
-half.
+half. In layout "tpu" the promoted channels' codes come before all scales, which then form one run.
 """
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pallas_kernels import mma_sm90
+from pallas_kernels import mma_sm90, tpu_tiles
 from pallas_kernels.pallas_utils import align_to
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class PageLayout:
     @property
     def part_align(self) -> int:
         """The keys' part and the values' part of a page each fill a multiple of this many words."""
-        return self.head_dim // 2 if self.fmt.layout == "mma_sm90" else 1
+        return {"linear": 1, "mma_sm90": self.head_dim // 2, "tpu": tpu_tiles.TOKENS}[self.fmt.layout]
 
     @property
     def key_words(self) -> int:
@@ -66,10 +66,12 @@ class PageLayout:
 
     def _key_planes(self) -> dict[str, int]:
         f, Z, promoted = self.fmt, self.fmt.page_size, self.fmt.outlier_channels
+        codes = {"outlier_codes": self._code_words(promoted, f.outlier_bits)}
         return {
             "k_codes": self._code_words(self.base_channels, f.k_bits),
+            **(codes if f.layout == "tpu" else {}),
             "k_scales": f.keys.scale_words(Z, self.base_channels),
-            "outlier_codes": self._code_words(promoted, f.outlier_bits),
+            **codes,
             "outlier_scales": f.outliers.scale_words(Z, promoted),
             "outlier_index": promoted // 4 if f.outlier_choice == "page" else 0,
             "k_sparse": f.k_sparse,
@@ -86,6 +88,8 @@ class PageLayout:
     def _code_words(self, channels: int, bits: int) -> int:
         if self.fmt.layout == "mma_sm90":
             return mma_sm90.plane_words(channels, bits)
+        if self.fmt.layout == "tpu":
+            return tpu_tiles.plane_rows(channels, bits) * tpu_tiles.TOKENS
         return channels * self.fmt.page_size * bits // WORD_BITS
 
     @property

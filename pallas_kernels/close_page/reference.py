@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mma_sm90
+from pallas_kernels import mma_sm90, tpu_tiles
 from pallas_kernels.kv_format import GroupFormat, KVFormat
 from pallas_kernels.packing import pack_codes, packed_rows, unpack_codes
 from pallas_kernels.page_layout import PageLayout
@@ -174,6 +174,8 @@ def _pack_codes(codes, bits: int, f: KVFormat, *, keys: bool) -> jax.Array:
     if f.layout == "mma_sm90":
         words = mma_sm90.pack_keys(codes, bits) if keys else mma_sm90.pack_values(codes, bits)
         return words.reshape(*codes.shape[:-2], -1)
+    if f.layout == "tpu":
+        return tpu_tiles.pack(codes, bits)
     words = pack_codes(codes, bits)
     return words.reshape(*words.shape[:-2], -1)
 
@@ -182,6 +184,8 @@ def _unpack_codes(words, bits: int, channels: int, f: KVFormat, keys: bool) -> j
     """[..., Z, channels]."""
     if f.layout == "mma_sm90":
         return mma_sm90.unpack_keys(words, bits, channels) if keys else mma_sm90.unpack_values(words, bits, channels)
+    if f.layout == "tpu":
+        return tpu_tiles.unpack(words, bits, channels)
     return unpack_codes(words.reshape(*words.shape[:-1], packed_rows(f.page_size, bits), channels), bits, f.page_size)
 
 

@@ -21,6 +21,9 @@ FORMATS = [
     KVFormat(k_bits=2, v_bits=3, outlier_channels=16, outlier_bits=16, sink_tokens=4, layout="mma_sm90"),
     KVFormat(k_bits=3, v_bits=16, outlier_channels=16, outlier_bits=4, layout="mma_sm90"),
     KVFormat(k_bits=8, v_bits=4, k_range="clipped", v_range="clipped", layout="mma_sm90"),
+    KVFormat(k_bits=2, v_bits=3, outlier_channels=16, outlier_bits=16, sink_tokens=4, layout="tpu"),
+    KVFormat(k_bits=3, v_bits=16, outlier_channels=16, outlier_bits=4, layout="tpu"),
+    KVFormat(k_bits=16, v_bits=4, k_range="clipped", v_range="clipped", layout="tpu"),
 ]
 # Points of the space that only the linear layout stores.
 WIDE = [
@@ -42,7 +45,7 @@ reopen = jax.jit(open_page, static_argnames=("kv_format", "head_dim"), compiler_
 
 def make_page(fmt: KVFormat, lead=(2,), num_kv_heads=3, head_dim=None, seed=0):
     rng = np.random.default_rng(seed)
-    head_dim = head_dim or (64 if fmt.layout == "mma_sm90" else 24)
+    head_dim = head_dim or (24 if fmt.layout == "linear" else 64)
     shape = (*lead, num_kv_heads, fmt.page_size, head_dim)
     channel = np.ones(head_dim)
     channel[-3:] = 50
@@ -68,7 +71,7 @@ class ClosePageCases:
         assert words[0, 0].nbytes == layout.page_bytes and not words[..., padding].any()
         return words
 
-    @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+    @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f"{f.name}-{f.layout}")
     def test_bytes_mean_what_the_format_says(self, fmt):
         """An independent decoder of the bytes gives what `open_page` gives, and that is near the input."""
         k, v = make_page(fmt)

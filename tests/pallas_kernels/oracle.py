@@ -33,6 +33,8 @@ def decode_page(words: np.ndarray, fmt: KVFormat, head_dim: int) -> tuple[np.nda
     take = _Reader(words)
     if fmt.layout == "mma_sm90":
         return _decode_mma_sm90(take, fmt, head_dim)
+    if fmt.layout == "tpu":
+        return _decode_tpu(take, fmt, head_dim)
     k = _matrix(take, fmt, "k", fmt.k_bits, z, base, fmt.k_group)
     if promoted:
         group = fmt.k_group if fmt.k_axis == "channel" else 0
@@ -129,6 +131,37 @@ def _decode_mma_sm90(take, fmt: KVFormat, head_dim: int) -> tuple[np.ndarray, np
         return k, floats(codes)
     scales = take(128)
     return k, floats(scales & 0xFFFF)[:, None] * codes + floats(scales >> 16)[:, None]
+
+
+def _decode_tpu(take, fmt: KVFormat, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every code from the word and bit that `tpu_tiles` states, worked out element by element."""
+    def plane(channels: int, bits: int) -> np.ndarray:
+        def read(width: int) -> np.ndarray:
+            rows = -(-channels * width // 32)
+            words = take(rows * 128)
+            token, channel = np.indices((128, channels))
+            field, rest = np.divmod(channel, 2 * rows)
+            return words[rest // 2 * 128 + token] >> (16 * (rest % 2) + width * field).astype(np.uint32) & ((1 << width) - 1)
+
+        return read(2) | read(1) << 2 if bits == 3 else read(bits)
+
+    def floats(halves: np.ndarray) -> np.ndarray:
+        return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+    promoted = fmt.outlier_channels
+    codes = [(plane(head_dim - promoted, fmt.k_bits), fmt.k_bits)]
+    if promoted:
+        codes.append((plane(promoted, fmt.outlier_bits), fmt.outlier_bits))
+    parts = []
+    for x, bits in codes:
+        scales = take(x.shape[1] if bits < 16 else 0)
+        parts.append(floats(x) if bits == 16 else floats(scales & 0xFFFF) * x + floats(scales >> 16))
+    take.position = fmt.page_layout(head_dim).key_words
+    v = plane(head_dim, fmt.v_bits)
+    if fmt.v_bits == 16:
+        return np.concatenate(parts, axis=1), floats(v)
+    scales = take(128)[:, None]
+    return np.concatenate(parts, axis=1), floats(scales & 0xFFFF) * v + floats(scales >> 16)
 
 
 def attention(
