@@ -40,6 +40,7 @@ CPU_SPECS = {"paged_attention": ("smollm2_135m_512",), "close_page": ("one_slot_
 DEFAULT_FORMATS = ("k2v2", "k3v3", "k4v4", "k16v16", "k2v2+16ch@4", "k2v2+16ch@8")
 FORMAT = re.compile(r"k(\d+)v(\d+)(?:\+(\d+)ch@(\d+))?(?:\+sink(\d+))?(?:\+rot-(k?v?))?(?:\+clip-(k?v?))?")
 READ_BYTES = {"gpu": 1 << 30, "tpu": 1 << 30, "cpu": 1 << 26}
+FAST_LAYOUT = {"gpu": "mma_sm90", "tpu": "tpu"}
 MIB = 1 << 20
 COLUMNS = {"op": "", "implementation": "", "spec": "", "format": "", "us_p50": ".1f", "us_p10": ".1f", "us_p90": ".1f",
            "gb_per_s": ",.1f", "read_bandwidth_pct": ".1f", "speedup_over_baseline": ".2f", "relative_l2_error": ".1e",
@@ -68,7 +69,7 @@ def kernels(
       spec: named shapes (pallas_kernels/OP/specs.py), or all. By default those of the benchmark; on CPU one that is tiny.
       formats: cache formats as tables name them, e.g. k2v2+16ch@8+sink4. By default six; for close_page what the shape names.
         Shapes of grouped_matmul say what their weights are.
-      layout: of the pages; by default mma_sm90 on GPU where the format can be stored so, else linear.
+      layout: of the pages; by default mma_sm90 on GPU and tpu on TPU, where the format can be stored so, else linear.
       repeats: samples a time is the median of.
       min_ms: a sample is the difference of two loops of calls; how much longer the long one takes.
       working_set_mib: calls take turns over pools, or over draws of experts, that together take at least this (an H200's L2 is
@@ -170,10 +171,10 @@ def formats_for(spec, parsed: list[KVFormat], layout: str | None) -> list[KVForm
 
 
 def with_layout(kv_format: KVFormat, layout: str | None, head_dim: int) -> KVFormat:
-    """`kv_format` in `layout`; None: in mma_sm90 if the device is a GPU and the format can be stored so, else in linear."""
-    if layout is None and jax.default_backend() == "gpu":
+    """`kv_format` in `layout`; None: in what the device's kernels read if the format can be stored so, else in linear."""
+    if layout is None and jax.default_backend() in FAST_LAYOUT:
         try:
-            return with_layout(kv_format, "mma_sm90", head_dim)
+            return with_layout(kv_format, FAST_LAYOUT[jax.default_backend()], head_dim)
         except ValueError:
             pass  # linear stores every format
     chosen = dataclasses.replace(kv_format, layout=layout or "linear")

@@ -32,6 +32,8 @@ class Mutant:
 ATTENTION = "pallas_kernels/paged_attention/reference.py"
 PAGES = "pallas_kernels/close_page/reference.py"
 HOPPER = "pallas_kernels/paged_attention/mosaic_gpu.py"
+TPU = "pallas_kernels/paged_attention/mosaic_tpu.py"
+TPU_TESTS = "tests/pallas_kernels/test_paged_attention_mosaic_tpu.py"
 CLOSE = "pallas_kernels/close_page/mosaic_gpu.py"
 CLOSED = "tests/pallas_kernels/test_close_page_mosaic_gpu.py"
 OPENED = "tests/pallas_kernels/test_close_page_reference.py"
@@ -89,6 +91,14 @@ MUTANTS = (
            "packed(self.w_up_EDF[...], self.w_gate_EDF[...])", "tests/moejax/test_expert_weights.py -k rounded"),
     Mutant("packed: columns 8 apart swapped", "pallas_kernels/packed_weights.py", "(6, 0, 1, 9, 2, 4, 8, 7, 3, 5)",
            "(6, 0, 1, 9, 2, 4, 7, 8, 3, 5)", "tests/pallas_kernels/test_packed_weights.py -k one_code"),
+    Mutant("TPU: a slot written while it is read", TPU, "fetcher.start(n + call.slots - 1)", "fetcher.start(n + call.slots)",
+           f"{TPU_TESTS} -k ring"),
+    Mutant("TPU: value offsets not rescaled", TPU, "alpha * self.z[self.index, :, :1] + z", "self.z[self.index, :, :1] + z",
+           f"{TPU_TESTS} -k every_kind"),
+    Mutant("TPU: a window's first page left out", TPU, "call.sliding_window + 1, 0) // TOKENS",
+           "call.sliding_window + 1, 0) // TOKENS + 1", f"{TPU_TESTS} -k every_kind"),
+    Mutant("TPU: third bit of a code one place low", "pallas_kernels/tpu_tiles.py", "1, channels) << 2)", "1, channels) << 1)",
+           "tests/pallas_kernels/test_tpu_tiles.py"),
     Mutant("scale rounded down", "pallas_kernels/quantize.py", "np.float32(1 / steps), g.scale_dtype, up=True",
            "np.float32(1 / steps), g.scale_dtype, up=False",
            "tests/pallas_kernels/test_quantize.py"),

@@ -114,7 +114,13 @@ def without_nan(x: np.ndarray) -> np.ndarray:
 
 
 class PagedAttentionCases:
+    """Tests give formats, and lengths that go with them; a subclass may store them otherwise (`make_cache`)."""
+
     implementation: str | None = None
+    exact = KVFormat(k_bits=32, v_bits=32, page_size=32)  # the most accurate format
+
+    def make_cache(self, fmt: KVFormat, kv_lens, **options) -> Cache:
+        return make_cache(fmt, kv_lens, **options)
 
     def run(self, cache: Cache, **kwargs) -> np.ndarray:
         return run(cache, self.implementation, **kwargs)
@@ -122,32 +128,33 @@ class PagedAttentionCases:
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
     def test_oracle_on_mixed_lengths(self, fmt):
         z = fmt.page_size
-        cache = make_cache(fmt, [1, z - 1, 0, z, z + 1, 3 * z - 1, 5 * z + 2])
+        cache = self.make_cache(fmt, [1, z - 1, 0, z, z + 1, 3 * z - 1, 5 * z + 2])
         check(cache, self.run(cache))
 
     @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
     def test_query_heads_per_kv_head(self, group):
-        cache = make_cache(FORMATS[2], [40, 33], num_kv_heads=3, group=group, head_dim=24)
+        cache = self.make_cache(FORMATS[2], [40, 33], num_kv_heads=3, group=group, head_dim=24)
         check(cache, self.run(cache))
 
     @pytest.mark.parametrize("q_dtype", ["bfloat16", "float32"])
     def test_output_dtype_follows_q(self, q_dtype):
-        cache = make_cache(FORMATS[3], [70, 130], q_dtype=q_dtype)
+        cache = self.make_cache(FORMATS[3], [70, 130], q_dtype=q_dtype)
         check(cache, self.run(cache), "attention_bf16_output" if q_dtype == "bfloat16" else "attention_f32")
 
     def test_key_scales_far_from_value_scales(self):
-        cache = make_cache(FORMATS[2], [97, 35], k_size=2.0, v_size=2.0 / 7)
+        cache = self.make_cache(FORMATS[2], [97, 35], k_size=2.0, v_size=2.0 / 7)
         check(cache, self.run(cache))
 
     def test_bits_of_keys_and_of_values_each_count(self):
         """Every pair gives its own bytes and output, and more bits come nearer to the exact cache."""
         def output(k_bits, v_bits):
-            fmt = KVFormat(k_bits=k_bits, v_bits=v_bits, page_size=32)
-            cache = make_cache(fmt, [200], num_kv_heads=1, seed=3)
-            assert cache.pages.nbytes == cache.pages.shape[0] * fmt.page_layout(32).page_bytes
+            fmt = dataclasses.replace(self.exact, k_bits=k_bits, v_bits=v_bits)
+            cache = self.make_cache(fmt, [200], num_kv_heads=1, seed=3)
+            layout = cache.options["kv_format"].page_layout(cache.q.shape[-1])
+            assert cache.pages.nbytes == cache.pages.shape[0] * layout.page_bytes
             return cache.pages[cache.block_table[0, 0]].tobytes(), self.run(cache)[0]
 
-        _, exact = output(32, 32)
+        _, exact = output(self.exact.k_bits, self.exact.v_bits)
         error, words = {}, set()
         for pair in ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8)):
             page, out = output(*pair)
@@ -160,7 +167,7 @@ class PagedAttentionCases:
     @pytest.mark.parametrize("fmt", [FORMATS[2], FORMATS[5]], ids=lambda f: f.name)
     def test_memory_a_row_does_not_own_is_never_read(self, fmt):
         """The cache is full of NaN where nothing is owned; zeros in its place must change no bit."""
-        cache = make_cache(fmt, [1, 37, 70])
+        cache = self.make_cache(fmt, [1, 37, 70])
         clean = dataclasses.replace(
             cache, pages=np.where(cache.pages == GARBAGE, 0, cache.pages),
             open_k=without_nan(cache.open_k), open_v=without_nan(cache.open_v),
@@ -172,7 +179,7 @@ class PagedAttentionCases:
         np.testing.assert_array_equal(out, self.run(clean))
 
     def test_page_ids_do_not_matter(self):
-        cache = make_cache(FORMATS[2], [97, 150, 33])
+        cache = self.make_cache(FORMATS[2], [97, 150, 33])
         order = np.random.default_rng(1).permutation(len(cache.pages))
         moved = np.empty_like(cache.pages)
         moved[order] = cache.pages
@@ -181,19 +188,19 @@ class PagedAttentionCases:
             self.run(cache), self.run(dataclasses.replace(cache, pages=moved, block_table=table)))
 
     def test_rows_may_share_pages(self):
-        cache = make_cache(FORMATS[2], [97, 97, 97], seed=2)
+        cache = self.make_cache(FORMATS[2], [97, 97, 97], seed=2)
         cache.block_table[1], cache.block_table[2, :2] = cache.block_table[0], cache.block_table[0, :2]
         check(cache, self.run(cache))
 
     def test_padded_block_table_columns_do_not_matter(self):
-        cache = make_cache(FORMATS[2], [97, 40])
+        cache = self.make_cache(FORMATS[2], [97, 40])
         table = np.pad(cache.block_table, [(0, 0), (0, 9)], constant_values=-1)
         np.testing.assert_array_equal(self.run(cache), self.run(dataclasses.replace(cache, block_table=table)))
 
     @pytest.mark.parametrize("window", [None, 40])
     def test_a_row_is_the_same_bits_whatever_the_others_hold(self, window):
         """Alone among empty rows, in another slot, beside far longer rows: the same bits."""
-        cache = make_cache(FORMATS[2], [33, 300, 97, 160], sliding_window=window)
+        cache = self.make_cache(FORMATS[2], [33, 300, 97, 160], sliding_window=window)
         together = self.run(cache, optimised=True)
         for row in range(4):
             alone = dataclasses.replace(cache, kv_lens=np.where(np.arange(4) == row, cache.kv_lens, 0))
@@ -206,7 +213,7 @@ class PagedAttentionCases:
     @pytest.mark.parametrize(("fmt", "window"), [(FORMATS[2], None), (FORMATS[5], 7)])
     def test_four_queries_at_once_are_four_single_ones(self, fmt, window):
         """The same open page, one token longer each time; tokens after the query must not be seen."""
-        cache = make_cache(fmt, [68, 9, 36], num_queries=4, sliding_window=window)
+        cache = self.make_cache(fmt, [68, 9, 36], num_queries=4, sliding_window=window)
         at_once = self.run(cache)
         for i in range(4):
             single = dataclasses.replace(
@@ -214,7 +221,7 @@ class PagedAttentionCases:
             assert_close(at_once[:, i:i + 1], self.run(single), "attention_order_f32")
 
     def test_queries_beyond_q_lens_are_zero_and_change_nothing(self):
-        cache = make_cache(FORMATS[2], [70, 36, 0], num_queries=4, q_lens=[2, 4, 4])
+        cache = self.make_cache(FORMATS[2], [70, 36, 0], num_queries=4, q_lens=[2, 4, 4])
         out = self.run(cache)
         assert not out[0, 2:].any() and out[0, :2].any() and out[1].any() and not out[2].any()
         check(cache, out)
@@ -223,32 +230,32 @@ class PagedAttentionCases:
 
     @pytest.mark.parametrize("window", [1, 31, 32, 70])
     def test_window(self, window):
-        cache = make_cache(FORMATS[2], [1, 31, 32, 33, 95, 200], sliding_window=window)
+        cache = self.make_cache(FORMATS[2], [1, 31, 32, 33, 95, 200], sliding_window=window)
         check(cache, self.run(cache))
 
     @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (50, 5.0)])
     def test_sinks_window_softcap_and_learned_sinks_together(self, window, softcap):
         fmt = KVFormat(k_bits=2, v_bits=3, page_size=32, sink_tokens=4)
         learned = np.linspace(-3, 4, 6).astype(np.float32)
-        cache = make_cache(
+        cache = self.make_cache(
             fmt, [1, 3, 5, 32, 33, 95, 160], sliding_window=window, logit_softcap=softcap, attention_sinks=learned)
         check(cache, self.run(cache))
 
     def test_learned_sink_far_above_the_logits(self):
-        cache = make_cache(FORMATS[2], [40], attention_sinks=np.full(6, 50, np.float32))
+        cache = self.make_cache(FORMATS[2], [40], attention_sinks=np.full(6, 50, np.float32))
         cache.q[:] = -np.abs(cache.q) * 20
         check(cache, self.run(cache))
 
     def test_huge_keys_stay_finite(self):
-        cache = make_cache(FORMATS[2], [70], k_size=1e15)
+        cache = self.make_cache(FORMATS[2], [70], k_size=1e15)
         out = self.run(cache)
         assert np.isfinite(out).all()
 
     def test_hand_computed(self):
         """Two tokens, logits 0 and ln 3: weights 1/4 and 3/4."""
         fmt = KVFormat(page_size=32)
-        cache = make_cache(fmt, [2], num_queries=1, num_kv_heads=1, group=1, head_dim=8)
+        cache = self.make_cache(fmt, [2], num_queries=1, num_kv_heads=1, group=1, head_dim=8)
         cache.q[:], cache.open_k[:, :, :2], cache.open_v[:, :, :2] = 0, 0, 0
-        cache.q[..., 0], cache.open_k[:, :, 1, 0] = np.log(3) * 8**0.5, 1
+        cache.q[..., 0], cache.open_k[:, :, 1, 0] = np.log(3) / cache.options["sm_scale"], 1
         cache.open_v[:, :, 0, 0], cache.open_v[:, :, 1, 1] = 4, 8
         np.testing.assert_allclose(self.run(cache)[0, 0, 0, :3], [1, 6, 0], rtol=1e-6)
