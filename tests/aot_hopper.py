@@ -16,10 +16,9 @@ import multiprocessing
 import os
 import pathlib
 import sys
-import time
 
-BITS = (2, 3, 4, 8, 16)
-HEAD_DIMS = (64, 128, 256)
+from tests import aot
+from tests.aot import BITS, EVERYTHING, HEAD_DIMS, fmt
 
 # What the compiler must know of the target. Sizes: NVIDIA H100/H200 data sheets and the CUDA programming guide, capability 9.0.
 TARGET = """
@@ -38,33 +37,13 @@ device_description_str: "NVIDIA H200"
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class HopperPoint(aot.Point):
     """One advertised call of `paged_attention`."""
 
-    fmt: tuple[tuple[str, object], ...]
-    head_dim: int = 128
-    group: int = 8
-    num_queries: int = 1
-    options: tuple[tuple[str, object], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return " ".join(["paged_attention", self.kv_format().name, f"H={self.head_dim} G={self.group} T={self.num_queries}",
-                         *(f"{k}={v}" for k, v in self.options)])
-
-    def kv_format(self):
-        from pallas_kernels import KVFormat
-
-        return KVFormat(layout="mma_sm90", **dict(self.fmt))
-
-    def lower(self, array):
-        """`array(shape, dtype)` makes an argument."""
-        return _lower_attention(self, array)
+    layout, implementation = "mma_sm90", "mosaic_gpu"
 
 
-@dataclasses.dataclass(frozen=True)
-class ClosePoint(Point):
+class ClosePoint(HopperPoint):
     """One advertised call of `close_page`."""
 
     @property
@@ -97,28 +76,23 @@ class MatmulPoint:
         return _lower_grouped_matmul(self, array)
 
 
-def points() -> list[Point | MatmulPoint]:
+def points() -> list[aot.Point | MatmulPoint]:
     return [*attention_points(), *close_page_points(), *grouped_matmul_points()]
 
 
-def _fmt(k_bits: int, v_bits: int, **others) -> tuple[tuple[str, object], ...]:
-    return tuple({"k_bits": k_bits, "v_bits": v_bits, **others}.items())
-
-
-def attention_points() -> list[Point]:
-    out = [Point(_fmt(k, v), head_dim) for head_dim, k, v in itertools.product(HEAD_DIMS, BITS, BITS)]
-    out += [Point(_fmt(k, 2, outlier_channels=16, outlier_bits=bits), head_dim)
+def attention_points() -> list[aot.Point]:
+    out = [HopperPoint(fmt(k, v), head_dim) for head_dim, k, v in itertools.product(HEAD_DIMS, BITS, BITS)]
+    out += [HopperPoint(fmt(k, 2, outlier_channels=16, outlier_bits=bits), head_dim)
             for head_dim, k, bits in itertools.product(HEAD_DIMS, (2, 3), (4, 8, 16))]
-    out += [Point(_fmt(4, 4), 128, group) for group in (1, 3, 7, 13, 16)]
+    out += [HopperPoint(fmt(4, 4), 128, group) for group in (1, 3, 7, 13, 16)]
     windows = {"sink_tokens": 64, "open_pages": 2}
-    out += [Point(_fmt(2, 2, outlier_channels=16, outlier_bits=4, **windows), head_dim) for head_dim in HEAD_DIMS]
-    everything = (("sliding_window", 4096), ("logit_softcap", 30.0), ("attention_sinks", True))
-    out += [Point(_fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, everything)
+    out += [HopperPoint(fmt(2, 2, outlier_channels=16, outlier_bits=4, **windows), head_dim) for head_dim in HEAD_DIMS]
+    out += [HopperPoint(fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, EVERYTHING)
             for head_dim, (k, v, sinks) in itertools.product(HEAD_DIMS, ((2, 2, 4), (3, 4, 70), (16, 16, 4)))]
     return out
 
 
-def close_page_points() -> list[Point]:
+def close_page_points() -> list[aot.Point]:
     """Keys, promoted channels and values share no code: every kind of each, but not every combination of them.
 
     Key planes are loops over channels, the same program for every head_dim; values are unrolled over them.
@@ -128,7 +102,7 @@ def close_page_points() -> list[Point]:
     few = [(2, 0, 16), (3, 16, 8), (16, 0, 16), (4, 32, 16), (16, 0, 16)]
     cases = [(128, k, v) for k, v in zip(keys, itertools.cycle(BITS))]
     cases += [(head_dim, k, v) for head_dim in (64, 256) for k, v in zip(few, BITS)]
-    return [ClosePoint(_fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim) for head_dim, (k, count, bits), v in cases]
+    return [ClosePoint(fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim) for head_dim, (k, count, bits), v in cases]
 
 
 def grouped_matmul_points() -> list[MatmulPoint]:
@@ -146,55 +120,11 @@ def grouped_matmul_points() -> list[MatmulPoint]:
     return out
 
 
-def compile_point(point: Point | MatmulPoint) -> tuple[str, float, str]:
-    """(name, seconds, what went wrong or nothing)."""
-    start, error = time.perf_counter(), ""
-    try:
-        _compile(point)
-    except Exception as e:  # whatever it is, it is reported with the point's name
-        error = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
-    return point.name, time.perf_counter() - start, error
+def compile_point(point: aot.Point | MatmulPoint) -> aot.Result:
+    return aot.compile_point(point, topology_name="", platform="cuda", target_config=TARGET, topology="1x1x1")
 
 
-def _compile(point: Point | MatmulPoint) -> None:
-    import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x1")
-    replicated = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
-    point.lower(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)).compile()
-
-
-def _lower_attention(point: Point, array):
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.paged_attention import mosaic_gpu
-
-    batch, kv_heads, columns, fmt = 3, 2, 40, point.kv_format()
-    heads = kv_heads * point.group
-    tokens = array((batch, kv_heads, fmt.open_tokens, point.head_dim), jnp.bfloat16)
-    args = [
-        array((batch, point.num_queries, heads, point.head_dim), jnp.bfloat16),
-        array((batch * columns, kv_heads, fmt.page_layout(point.head_dim).words), jnp.uint32), tokens, tokens,
-        array((batch, columns), jnp.int32), array((batch,), jnp.int32), array((batch,), jnp.int32)]
-    arrays = {}
-    if fmt.sink_tokens:
-        arrays = {name: array((batch, kv_heads, fmt.sink_tokens, point.head_dim), jnp.bfloat16) for name in ("sink_k", "sink_v")}
-    options = {"sliding_window": None, "logit_softcap": None, "attention_sinks": None, "sink_k": None, "sink_v": None}
-    options |= dict(point.options)
-    if options["attention_sinks"]:
-        arrays["attention_sinks"] = array((heads,), jnp.float32)
-
-    def step(*args, **arrays):
-        return mosaic_gpu.paged_attention(*args, **{**options, **arrays}, kv_format=fmt, sm_scale=point.head_dim**-0.5)
-
-    return jax.jit(step).lower(*args, **arrays)
-
-
-def _lower_close_page(point: Point, array):
+def _lower_close_page(point: aot.Point, array):
     import jax
     import jax.numpy as jnp
 
@@ -235,18 +165,9 @@ def _use_packaged_assembler() -> None:
 def main(names: list[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     _use_packaged_assembler()
-    chosen = [p for p in points() if not names or any(name in p.name for name in names)]
-    if not chosen:
-        print(f"no point's name contains one of {names}; names look like {points()[0].name!r}", file=sys.stderr)
-        return 2
-    failed = 0
     with concurrent.futures.ProcessPoolExecutor(
             min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for name, seconds, error in pool.map(compile_point, chosen):
-            failed += bool(error)
-            print(f"{'FAILED ' + error if error else 'ok'}  {name}  {seconds:.1f} s", flush=True)
-    print(f"{len(chosen) - failed} of {len(chosen)} points compile for an H200")
-    return 1 if failed else 0
+        return aot.report(pool.map(compile_point, aot.chosen(points(), names)), "an H200")
 
 
 if __name__ == "__main__":
