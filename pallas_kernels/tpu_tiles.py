@@ -62,7 +62,7 @@ def pack_pairs(pairs: jax.Array, bits: int) -> jax.Array:
         return jnp.concatenate([pack_pairs(low, 2), pack_pairs(high, 1)], axis=-2)
     rows = plane_rows(2 * pairs.shape[-2], bits)
     words = pairs[..., :rows, :]
-    for field in range(1, 16 // bits):
+    for field in range(1, cdiv(pairs.shape[-2], rows)):
         part = pairs[..., field * rows:(field + 1) * rows, :] << (bits * field)
         if part.shape[-2] < rows:
             part = jnp.concatenate([part, jnp.zeros_like(words[..., part.shape[-2]:, :])], axis=-2)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 import time
@@ -85,6 +86,23 @@ class Point:
             return backend.paged_attention(*args, **{**options, **arrays}, kv_format=kv_format, sm_scale=self.head_dim**-0.5)
 
         return jax.jit(step).lower(*args, **arrays)
+
+
+class ClosePoint(Point):
+    """One advertised call of `close_page`."""
+
+    @property
+    def name(self) -> str:
+        return f"close_page {self.kv_format().name} H={self.head_dim}"
+
+    def lower(self, array: Array):
+        import jax
+        import jax.numpy as jnp
+
+        backend = importlib.import_module(f"pallas_kernels.close_page.{self.implementation}")
+        tokens = array((3, self.kv_heads, 128, self.head_dim), jnp.bfloat16)
+        return jax.jit(functools.partial(backend.close_page, kv_format=self.kv_format())).lower(
+            tokens, tokens, num_sinks=array((3,), jnp.int32))
 
 
 def compile_point(point: Lowers, **topology) -> Result:

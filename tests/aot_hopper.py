@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import multiprocessing
 import os
@@ -38,20 +37,11 @@ device_description_str: "NVIDIA H200"
 
 
 class HopperPoint(aot.Point):
-    """One advertised call of `paged_attention`."""
-
     layout, implementation = "mma_sm90", "mosaic_gpu"
 
 
-class ClosePoint(HopperPoint):
-    """One advertised call of `close_page`."""
-
-    @property
-    def name(self) -> str:
-        return f"close_page {self.kv_format().name} H={self.head_dim}"
-
-    def lower(self, array):
-        return _lower_close_page(self, array)
+class HopperClosePoint(aot.ClosePoint):
+    layout, implementation = "mma_sm90", "mosaic_gpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +92,8 @@ def close_page_points() -> list[aot.Point]:
     few = [(2, 0, 16), (3, 16, 8), (16, 0, 16), (4, 32, 16), (16, 0, 16)]
     cases = [(128, k, v) for k, v in zip(keys, itertools.cycle(BITS))]
     cases += [(head_dim, k, v) for head_dim in (64, 256) for k, v in zip(few, BITS)]
-    return [ClosePoint(fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim) for head_dim, (k, count, bits), v in cases]
+    return [HopperClosePoint(fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim)
+            for head_dim, (k, count, bits), v in cases]
 
 
 def grouped_matmul_points() -> list[MatmulPoint]:
@@ -122,17 +113,6 @@ def grouped_matmul_points() -> list[MatmulPoint]:
 
 def compile_point(point: aot.Point | MatmulPoint) -> aot.Result:
     return aot.compile_point(point, topology_name="", platform="cuda", target_config=TARGET, topology="1x1x1")
-
-
-def _lower_close_page(point: aot.Point, array):
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.close_page import mosaic_gpu
-
-    tokens = array((3, 2, 128, point.head_dim), jnp.bfloat16)
-    return jax.jit(functools.partial(mosaic_gpu.close_page, kv_format=point.kv_format())).lower(
-        tokens, tokens, num_sinks=array((3,), jnp.int32))
 
 
 def _lower_grouped_matmul(point: MatmulPoint, array):

@@ -36,16 +36,31 @@ class TpuPoint(aot.Point):
         return f"{self.chip} {super().name}"
 
 
-def few_points() -> list[TpuPoint]:
+@dataclasses.dataclass(frozen=True)
+class TpuClosePoint(aot.ClosePoint):
+    """One advertised call of `close_page` on one chip."""
+
+    chip: str = "v5e"
+
+    layout, implementation = "tpu", "mosaic_tpu"
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip} {super().name}"
+
+
+def few_points() -> list[TpuPoint | TpuClosePoint]:
     """Every width of codes, every head_dim and every option once."""
     return [
         TpuPoint(fmt(2, 3)), TpuPoint(fmt(3, 16, sink_tokens=70), 64, 4, 4, EVERYTHING),
         TpuPoint(fmt(4, 8, outlier_channels=16, outlier_bits=8), 256, 7, kv_heads=1, q_dtype="float32"),
         TpuPoint(fmt(16, 2, open_pages=2), kv_heads=3, group=1),
+        TpuClosePoint(fmt(3, 4, outlier_channels=16, outlier_bits=8), 64), TpuClosePoint(fmt(2, 16)),
+        TpuClosePoint(fmt(16, 8), 256),
     ]
 
 
-def all_points() -> list[TpuPoint]:
+def all_points() -> list[TpuPoint | TpuClosePoint]:
     """Keys, promoted channels and values share no code: every kind of each, but not every combination at every head_dim."""
     out = [TpuPoint(fmt(k, v)) for k, v in itertools.product(BITS, BITS)]
     out += [TpuPoint(fmt(k, v), head_dim) for head_dim in (64, 256) for k, v in zip(BITS, (3, 4, 2, 16, 8))]
@@ -60,10 +75,14 @@ def all_points() -> list[TpuPoint]:
     out += [TpuPoint(fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, EVERYTHING, q_dtype=q_dtype)
             for head_dim, (k, v, sinks, q_dtype) in itertools.product(
                 HEAD_DIMS, ((2, 2, 4, "bfloat16"), (3, 4, 70, "float32"), (16, 16, 4, "bfloat16")))]
+    promoted = ((0, 16), (16, 16), (16, 16), (32, 16), (0, 16))
+    out += [TpuClosePoint(fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim)
+            for head_dim in HEAD_DIMS for k, v, (count, bits) in zip(BITS, (4, 8, 16, 2, 3), promoted)]
+    out += [TpuClosePoint(fmt(2, 3, outlier_channels=16, outlier_bits=bits), head_dim) for head_dim in HEAD_DIMS for bits in (4, 8)]
     return out
 
 
-def compile_point(point: TpuPoint) -> aot.Result:
+def compile_point(point: TpuPoint | TpuClosePoint) -> aot.Result:
     return aot.compile_point(point, topology_name=CHIPS[point.chip], platform="tpu")
 
 
