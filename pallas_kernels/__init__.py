@@ -7,8 +7,10 @@ from pallas_kernels.packed_weights import PackedWeights, interleave, pack_weight
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.qarray import QArray
+from pallas_kernels.tpu_weights import TpuWeights, pack_tpu_weights, unpack_tpu_weights
 
 __all__ = [
-    "GroupFormat", "KVFormat", "PackedWeights", "PageLayout", "QArray", "RouterRule", "Routing", "close_page", "fake_quantize",
-    "fused_router", "grouped_matmul", "interleave", "open_page", "pack_weights", "paged_attention", "unpack_weights",
+    "GroupFormat", "KVFormat", "PackedWeights", "PageLayout", "QArray", "RouterRule", "Routing", "TpuWeights", "close_page",
+    "fake_quantize", "fused_router", "grouped_matmul", "interleave", "open_page", "pack_tpu_weights", "pack_weights",
+    "paged_attention", "unpack_tpu_weights", "unpack_weights",
 ]

@@ -105,6 +105,46 @@ class ClosePoint(Point):
             tokens, tokens, num_sinks=array((3,), jnp.int32))
 
 
+@dataclasses.dataclass(frozen=True)
+class MatmulPoint:
+    """One advertised call of `grouped_matmul`: `weights` are fields of the layout of its packed weights."""
+
+    weights: tuple[tuple[str, object], ...]
+    rows: int = 128
+    num_experts: int = 128
+    glu: bool = False
+    bias: bool = False
+    out_dtype: str = "bfloat16"
+
+    implementation = "reference"
+
+    @property
+    def name(self) -> str:
+        fields = " ".join(f"{k}={v}" for k, v in self.weights)
+        extra = [name for name in ("glu", "bias") if getattr(self, name)]
+        return " ".join(["grouped_matmul", fields, f"M={self.rows} E={self.num_experts}", *extra, self.out_dtype])
+
+    def packed(self, array: Array):
+        """The packed weights."""
+        raise NotImplementedError
+
+    def lower(self, array: Array):
+        import jax
+        import jax.numpy as jnp
+
+        backend = importlib.import_module(f"pallas_kernels.grouped_matmul.{self.implementation}")
+        w = self.packed(array)
+        biases = [array((self.num_experts, w.layout.n), jnp.float32)] if self.bias else []
+        glu = (lambda gate, up: jax.nn.silu(gate) * up) if self.glu else None
+
+        def step(x, w, sizes, *biases):
+            return backend.grouped_matmul(
+                x, w, sizes, bias=biases[0] if biases else None, glu=glu, preferred_element_type=jnp.dtype(self.out_dtype))
+
+        return jax.jit(step).lower(
+            array((self.rows, w.layout.k), jnp.bfloat16), w, array((self.num_experts,), jnp.int32), *biases)
+
+
 def compile_point(point: Lowers, **topology) -> Result:
     """Compiles for the first device of `jax.experimental.topologies.get_topology_desc(**topology)`."""
     start, error = time.perf_counter(), ""

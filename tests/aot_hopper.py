@@ -9,7 +9,6 @@ A point that does not compile fails the run, and so does one that is refused. Ne
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -44,33 +43,23 @@ class HopperClosePoint(aot.ClosePoint):
     layout, implementation = "mma_sm90", "mosaic_gpu"
 
 
-@dataclasses.dataclass(frozen=True)
-class MatmulPoint:
-    """One advertised call of `grouped_matmul`: `weights` are fields of `WeightLayout`."""
+class HopperMatmulPoint(aot.MatmulPoint):
+    implementation = "mosaic_gpu"
 
-    weights: tuple[tuple[str, object], ...]
-    rows: int = 128
-    num_experts: int = 128
-    glu: bool = False
-    bias: bool = False
-    out_dtype: str = "bfloat16"
+    def packed(self, array):
+        import jax.numpy as jnp
 
-    @property
-    def name(self) -> str:
-        fields = " ".join(f"{k}={v}" for k, v in self.weights)
-        extra = [name for name in ("glu", "bias") if getattr(self, name)]
-        return " ".join(["grouped_matmul", fields, f"M={self.rows} E={self.num_experts}", *extra, self.out_dtype])
+        from pallas_kernels.packed_weights import PackedWeights, WeightLayout
 
-    def lower(self, array):
-        """`array(shape, dtype)` makes an argument."""
-        return _lower_grouped_matmul(self, array)
+        layout = WeightLayout(**dict(self.weights))
+        return PackedWeights(array((self.num_experts, layout.blocks, layout.chunks, layout.words), jnp.uint32), layout)
 
 
-def points() -> list[aot.Point | MatmulPoint]:
+def points() -> list[aot.Lowers]:
     return [*attention_points(), *close_page_points(), *grouped_matmul_points()]
 
 
-def attention_points() -> list[aot.Point]:
+def attention_points() -> list[aot.Lowers]:
     out = [HopperPoint(fmt(k, v), head_dim) for head_dim, k, v in itertools.product(HEAD_DIMS, BITS, BITS)]
     out += [HopperPoint(fmt(k, 2, outlier_channels=16, outlier_bits=bits), head_dim)
             for head_dim, k, bits in itertools.product(HEAD_DIMS, (2, 3), (4, 8, 16))]
@@ -82,7 +71,7 @@ def attention_points() -> list[aot.Point]:
     return out
 
 
-def close_page_points() -> list[aot.Point]:
+def close_page_points() -> list[aot.Lowers]:
     """Keys, promoted channels and values share no code: every kind of each, but not every combination of them.
 
     Key planes are loops over channels, the same program for every head_dim; values are unrolled over them.
@@ -96,43 +85,23 @@ def close_page_points() -> list[aot.Point]:
             for head_dim, (k, count, bits), v in cases]
 
 
-def grouped_matmul_points() -> list[MatmulPoint]:
+def grouped_matmul_points() -> list[aot.Lowers]:
     def weights(bits, k, n, group_size, scale_dtype="float32", has_zero=False):
         return tuple({"bits": bits, "k": k, "n": n, "group_size": group_size, "scale_dtype": scale_dtype,
                       "has_zero": has_zero}.items())
 
-    out = [MatmulPoint(weights(bits, 2048, 1536, group, scale, zero), glu=not zero)
+    out = [HopperMatmulPoint(weights(bits, 2048, 1536, group, scale, zero), glu=not zero)
            for bits, group, (scale, zero) in itertools.product(
                (2, 3, 4, 8), (32, 64, 128, 2048), (("float32", False), ("bfloat16", True)))]
-    out += [MatmulPoint(weights(16, k, 2048, k), bias=True, out_dtype="float32") for k in (768, 2880)]
-    out += [MatmulPoint(weights(4, k, n, 32), 64, 32, bias=True)
+    out += [HopperMatmulPoint(weights(16, k, 2048, k), bias=True, out_dtype="float32") for k in (768, 2880)]
+    out += [HopperMatmulPoint(weights(4, k, n, 32), 64, 32, bias=True)
             for k, n in ((704, 2880), (2880, 704), (1408, 2048), (768, 2048), (2880, 2880), (32, 32), (96, 64))]
-    out += [MatmulPoint(weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512)]
+    out += [HopperMatmulPoint(weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512)]
     return out
 
 
-def compile_point(point: aot.Point | MatmulPoint) -> aot.Result:
+def compile_point(point: aot.Lowers) -> aot.Result:
     return aot.compile_point(point, topology_name="", platform="cuda", target_config=TARGET, topology="1x1x1")
-
-
-def _lower_grouped_matmul(point: MatmulPoint, array):
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.grouped_matmul import mosaic_gpu
-    from pallas_kernels.packed_weights import PackedWeights, WeightLayout
-
-    layout = WeightLayout(**dict(point.weights))
-    w = PackedWeights(array((point.num_experts, layout.blocks, layout.chunks, layout.words), jnp.uint32), layout)
-    biases = [array((point.num_experts, layout.n), jnp.float32)] if point.bias else []
-    glu = (lambda gate, up: jax.nn.silu(gate) * up) if point.glu else None
-
-    def step(x, w, sizes, *biases):
-        return mosaic_gpu.grouped_matmul(
-            x, w, sizes, bias=biases[0] if biases else None, glu=glu, preferred_element_type=jnp.dtype(point.out_dtype))
-
-    return jax.jit(step).lower(
-        array((point.rows, layout.k), jnp.bfloat16), w, array((point.num_experts,), jnp.int32), *biases)
 
 
 def _use_packaged_assembler() -> None:

@@ -49,7 +49,36 @@ class TpuClosePoint(aot.ClosePoint):
         return f"{self.chip} {super().name}"
 
 
-def few_points() -> list[TpuPoint | TpuClosePoint]:
+@dataclasses.dataclass(frozen=True)
+class TpuMatmulPoint(aot.MatmulPoint):
+    """One advertised call of `grouped_matmul` on one chip."""
+
+    chip: str = "v5e"
+
+    implementation = "mosaic_tpu"
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip} {super().name}"
+
+    def packed(self, array):
+        import jax.numpy as jnp
+
+        from pallas_kernels.tpu_weights import TpuWeightLayout, TpuWeights
+
+        layout = TpuWeightLayout(**dict(self.weights))
+        return TpuWeights(array((self.num_experts, layout.rows, layout.columns), jnp.uint32), layout)
+
+
+AnyPoint = TpuPoint | TpuClosePoint | TpuMatmulPoint
+
+
+def _weights(bits: int, k: int, n: int, group_size: int, scale_dtype: str = "float32", has_zero: bool = False):
+    return tuple({"bits": bits, "k": k, "n": n, "group_size": group_size, "scale_dtype": scale_dtype,
+                  "has_zero": has_zero}.items())
+
+
+def few_points() -> list[AnyPoint]:
     """Every width of codes, every head_dim and every option once."""
     return [
         TpuPoint(fmt(2, 3)), TpuPoint(fmt(3, 16, sink_tokens=70), 64, 4, 4, EVERYTHING),
@@ -57,10 +86,17 @@ def few_points() -> list[TpuPoint | TpuClosePoint]:
         TpuPoint(fmt(16, 2, open_pages=2), kv_heads=3, group=1),
         TpuClosePoint(fmt(3, 4, outlier_channels=16, outlier_bits=8), 64), TpuClosePoint(fmt(2, 16)),
         TpuClosePoint(fmt(16, 8), 256),
+        TpuMatmulPoint(_weights(4, 2048, 1536, 128), glu=True), TpuMatmulPoint(_weights(3, 704, 2880, 32, has_zero=True), 64, 32),
+        TpuMatmulPoint(_weights(8, 768, 2048, 64, "bfloat16", True), bias=True),
+        TpuMatmulPoint(_weights(16, 2880, 2880, 2880), 8, 32, out_dtype="float32"),
     ]
 
 
-def all_points() -> list[TpuPoint | TpuClosePoint]:
+def all_points() -> list[AnyPoint]:
+    return [*_attention_points(), *_close_page_points(), *_matmul_points()]
+
+
+def _attention_points() -> list[TpuPoint]:
     """Keys, promoted channels and values share no code: every kind of each, but not every combination at every head_dim."""
     out = [TpuPoint(fmt(k, v)) for k, v in itertools.product(BITS, BITS)]
     out += [TpuPoint(fmt(k, v), head_dim) for head_dim in (64, 256) for k, v in zip(BITS, (3, 4, 2, 16, 8))]
@@ -75,14 +111,29 @@ def all_points() -> list[TpuPoint | TpuClosePoint]:
     out += [TpuPoint(fmt(k, v, sink_tokens=sinks), head_dim, 4, 4, EVERYTHING, q_dtype=q_dtype)
             for head_dim, (k, v, sinks, q_dtype) in itertools.product(
                 HEAD_DIMS, ((2, 2, 4, "bfloat16"), (3, 4, 70, "float32"), (16, 16, 4, "bfloat16")))]
+    return out
+
+
+def _close_page_points() -> list[TpuClosePoint]:
     promoted = ((0, 16), (16, 16), (16, 16), (32, 16), (0, 16))
-    out += [TpuClosePoint(fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim)
-            for head_dim in HEAD_DIMS for k, v, (count, bits) in zip(BITS, (4, 8, 16, 2, 3), promoted)]
+    out = [TpuClosePoint(fmt(k, v, outlier_channels=count, outlier_bits=bits), head_dim)
+           for head_dim in HEAD_DIMS for k, v, (count, bits) in zip(BITS, (4, 8, 16, 2, 3), promoted)]
     out += [TpuClosePoint(fmt(2, 3, outlier_channels=16, outlier_bits=bits), head_dim) for head_dim in HEAD_DIMS for bits in (4, 8)]
     return out
 
 
-def compile_point(point: TpuPoint | TpuClosePoint) -> aot.Result:
+def _matmul_points() -> list[TpuMatmulPoint]:
+    out = [TpuMatmulPoint(_weights(bits, 2048, 1536, group, scale, zero), glu=not zero)
+           for bits, group, (scale, zero) in itertools.product(
+               (2, 3, 4, 8), (32, 64, 128, 2048), (("float32", False), ("bfloat16", True)))]
+    out += [TpuMatmulPoint(_weights(16, k, 2048, k), bias=True, out_dtype="float32") for k in (768, 2880)]
+    out += [TpuMatmulPoint(_weights(4, k, n, 32, has_zero=True), 64, 32, bias=True)
+            for k, n in ((704, 2880), (2880, 704), (1408, 2048), (768, 2048), (2880, 2880), (32, 32), (96, 64))]
+    out += [TpuMatmulPoint(_weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512, 4096)]
+    return out
+
+
+def compile_point(point: AnyPoint) -> aot.Result:
     return aot.compile_point(point, topology_name=CHIPS[point.chip], platform="tpu")
 
 

@@ -10,6 +10,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.packed_weights import BLOCK, PackedWeights
 from pallas_kernels.qarray import QArray
+from pallas_kernels.tpu_weights import TpuWeights
 
 
 def _mosaic_gpu(*args, **kwargs) -> jax.Array:
@@ -23,13 +24,22 @@ def _mosaic_gpu(*args, **kwargs) -> jax.Array:
     return mosaic_gpu.grouped_matmul(*args, **kwargs)
 
 
+def _mosaic_tpu(*args, **kwargs) -> jax.Array:
+    if jax.default_backend() != "tpu":
+        raise NotImplementedError(f"mosaic_tpu: runs on TPU, not on {jax.default_backend()}")
+    from pallas_kernels.grouped_matmul import mosaic_tpu
+
+    return mosaic_tpu.grouped_matmul(*args, **kwargs)
+
+
 dispatch.register("grouped_matmul", "mosaic_gpu", _mosaic_gpu)
+dispatch.register("grouped_matmul", "mosaic_tpu", _mosaic_tpu)
 dispatch.register("grouped_matmul", "reference", reference.grouped_matmul)
 dispatch.register("grouped_matmul", "ragged_dot", reference.ragged_dot)
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array | QArray | PackedWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
+    x: jax.Array, w: jax.Array | QArray | PackedWeights | TpuWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
     glu: Callable[[jax.Array, jax.Array], jax.Array] | None = None, implementation: str | None = None,
     preferred_element_type=None,
 ) -> jax.Array:
@@ -39,7 +49,8 @@ def grouped_matmul(
 
     Args:
       x: float [M, k]. The first group_sizes[0] rows belong to expert 0, the next group_sizes[1] to expert 1, and so on.
-      w: float [E, k, n], or a `QArray` of that shape with groups along k (axis -2), or `PackedWeights` of it.
+      w: float [E, k, n], or a `QArray` of that shape with groups along k (axis -2), or `PackedWeights` or
+        `TpuWeights` of it, which the kernels of Hopper and TPU read.
       group_sizes: int32 [E], not negative, sum at most M.
       bias: float [E, n], added to the rows of each expert.
       glu: joins two halves of the columns, elementwise: glu(gate, up), float32 [rows, columns] in any order of axes. Columns
@@ -63,8 +74,8 @@ def grouped_matmul(
     if isinstance(w, QArray):
         if w.axis != -2:
             raise ValueError(f"w.axis={w.axis}: quantisation groups must run along k, axis -2")
-    elif not isinstance(w, PackedWeights) and not jnp.issubdtype(w.dtype, jnp.floating):
-        raise ValueError(f"{w.dtype=}: must be a float dtype, a QArray or PackedWeights")
+    elif not isinstance(w, PackedWeights | TpuWeights) and not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ValueError(f"{w.dtype=}: must be a float dtype, a QArray, PackedWeights or TpuWeights")
     if bias is not None and bias.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"{bias.shape=}: must be {(w.shape[0], w.shape[2])}, of {w.shape=}")
     if glu is not None and w.shape[2] % BLOCK:
