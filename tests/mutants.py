@@ -57,7 +57,7 @@ MUTANTS = (
            "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
     Mutant("Hopper: a field's mask one bit high", "pallas_kernels/paged_attention/fragments.py", "0x00030003 << offset",
            "0x00060006 << offset", "tests/pallas_kernels/test_fragments.py"),
-    Mutant("Hopper: the next page", HOPPER, "jnp.clip(first_page + warp, 0", "jnp.clip(first_page + warp + 1, 0",
+    Mutant("Hopper: the next page", HOPPER, "jnp.clip(first_page + w, 0", "jnp.clip(first_page + w + 1, 0",
            "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),
     Mutant("Hopper: unowned open values not cleared", HOPPER, "self._clear_values(end - first)", "pass",
            "tests/pallas_kernels/test_paged_attention_mosaic_gpu.py -k against_float64"),

@@ -166,6 +166,14 @@ def warp_done(step: Step) -> None:
         plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warp_barrier())()
 
 
+def warps_of_this_thread(step: Step) -> list:
+    """Warps that this program must speak for, as int32 scalars: the thread's own one, or all of them where there are no threads."""
+    if step.use_twins:
+        return [np.int32(warp) for warp in range(WARPS)]
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    return [plgpu.inline_mgpu(return_type=result)(lambda ctx: fa.FragmentedArray.splat(_lane_and_warp()[1], (), is_signed=True))()]
+
+
 # Twins.
 
 
@@ -260,7 +268,7 @@ def _asm(code: str, constraints: str, operands: list[ir.Value], results: int = 1
 def _mma(acc: list[ir.Value], a: list[ir.Value], b: list[ir.Value]) -> list[ir.Value]:
     """acc (4 float32) + a (4 bfloat16 pairs) x b (2 pairs)."""
     code = ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};")
-    return _asm(code, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", [*a, *b, *acc], 4, ir.F32Type.get())
+    return _asm(code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, *b, *acc], 4, ir.F32Type.get())
 
 
 def _shift(x: ir.Value, right: int) -> ir.Value:

@@ -366,10 +366,12 @@ class _Worker:
 
             @pl.when(self.num_steps > 0)
             def _():
-                self._fetch(item, item.first_page, self.keys, 0, self.keys_barrier)
-                self._fetch(item, item.first_page, self.values, self.key_rows, self.values_barrier)
+                page_ids = self._page_ids(item, item.first_page)
+                self._fetch(item, page_ids, self.keys, 0, self.keys_barrier)
+                self._fetch(item, page_ids, self.values, self.key_rows, self.values_barrier)
 
         plgpu.barrier_wait(self.q_barrier)
+        following_ids = self._page_ids(self.following, self.following.first_page)
         # The open page passes through the buffers that the next item's pages would arrive in.
         ahead = self.following.used & ~item.is_last & (self.following.end_page > self.following.first_page)
         state = lax.fori_loop(0, self.num_steps, functools.partial(self._closed_step, ahead), self._empty())
@@ -379,7 +381,7 @@ class _Worker:
 
         @pl.when(ahead)
         def _():  # only now: the sum of the warps went through the values' buffer
-            self._fetch(self.following, self.following.first_page, self.values, self.key_rows, self.values_barrier)
+            self._fetch(self.following, following_ids, self.values, self.key_rows, self.values_barrier)
 
         return ahead
 
@@ -396,11 +398,16 @@ class _Worker:
         tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
         plgpu.copy_gmem_to_smem(self.inputs.q.at[tile], self.q_smem, self.q_barrier)
 
-    def _fetch(self, item: _WorkItem, first_page, destination, first_row: int, barrier) -> None:
-        """Starts the copies of one part of each page of the step that begins at `first_page`, a page a warp.
+    def _page_ids(self, item: _WorkItem, first_page) -> list:
+        """Pages that the warps of this thread fetch for the step that begins at `first_page`, one a warp.
 
         Pages past the item's last are the last one again.
         """
+        last = jnp.maximum(item.end_page - 1, 0)
+        return [self.inputs.table[item.row, jnp.clip(first_page + w, 0, last)] for w in fragments.warps_of_this_thread(self.step)]
+
+    def _fetch(self, item: _WorkItem, page_ids: list, destination, first_row: int, barrier) -> None:
+        """Starts the copies of one part of each page of a step, a page a warp."""
         pages, kv_head = self.step.pages, lax.div(item.head, self.call.query_tiles)
         rows = destination.shape[0] // pages
 
@@ -410,7 +417,7 @@ class _Worker:
 
             @pl.when(warp < pages)
             def _():
-                page_id = self.inputs.table[item.row, jnp.clip(first_page + warp, 0, jnp.maximum(item.end_page - 1, 0))]
+                page_id = functools.reduce(lambda x, j: jnp.where(warp == j, page_ids[j], x), range(1, len(page_ids)), page_ids[0])
                 source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, rows)]
                 plgpu.copy_gmem_to_smem(source, destination.at[pl.ds(warp * rows, rows)], barrier)
 
@@ -422,6 +429,7 @@ class _Worker:
         # What is fetched next: this item's next step, or the following item's first.
         target = _WorkItem(**{name: jnp.where(more, x, getattr(self.following, name)) for name, x in vars(item).items()})
         target_page = jnp.where(more, item.first_page + (i + 1) * step.pages, target.first_page)
+        page_ids = self._page_ids(target, target_page)  # already here: they take long to arrive
         warp = plgpu.broadcasted_iota(jnp.int32, (WARPS, QUERY_ROWS), 0, layout=PER_QUERY)
         page = item.first_page + i * step.pages + lax.div(warp, step.warps_per_page)
         plgpu.barrier_wait(self.keys_barrier)
@@ -433,7 +441,7 @@ class _Worker:
 
         @pl.when(more | ahead)
         def _():
-            self._fetch(target, target_page, self.keys, 0, self.keys_barrier)
+            self._fetch(target, page_ids, self.keys, 0, self.keys_barrier)
 
         @pl.when(~more & ahead)
         def _():
@@ -457,7 +465,7 @@ class _Worker:
 
         @pl.when(more)
         def _():
-            self._fetch(item, target_page, self.values, self.key_rows, self.values_barrier)
+            self._fetch(item, page_ids, self.values, self.key_rows, self.values_barrier)
 
         return dataclasses.replace(state, acc=acc, bias=bias)
 
