@@ -10,9 +10,11 @@ for another. All arrays have a leading axis of 4 warps:
 Every array lies in registers as the accumulator of `mma.m16n8k16` does (`ROWS`), so that softmax between the two products is
 elementwise code in Pallas; `movmatrix` turns it into the second product's operand without shared memory.
 
-Codes of 2, 3 and 4 bits become bfloat16 by one or two logical instructions a pair of codes: `(word & mask) | exponent` is the
-number 2**(7 - offset) + code for a code that starts at mantissa bit `offset`. That bias is not removed element by element: it is
-the same for all codes of a bit field, so its product with the other operand is one more tensor-core tile a page.
+Codes of up to 8 bits are operands as they are: a half word whose upper byte is zero is, as a bfloat16, its lower byte times 2**-133
+(subnormal numbers, and the first normal ones, which are spaced alike). So one logical instruction, which clears the other fields,
+makes a pair of operands; there is no exponent to set and no bias to remove. A code at bit b counts 2**b-fold. The first field of a
+byte is not even masked: its operand is the whole byte, and what it has too much is subtracted from the sums (`_separated`).
+So that no product is too small for a float32, queries and softmax weights come 2**64-fold (`BOOST`).
 
 Every function here has a twin in plain JAX (`use_twins=True`), which computes the same from the same words; the interpreter runs
 those, because it cannot run inlined instructions.
@@ -32,8 +34,9 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 from pallas_kernels import mma_sm90
 from pallas_kernels.kv_format import QUANT_BITS, KVFormat
-from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE, TOKEN_TILES
+from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE
 from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.quantize import bits_to_float32
 
 WARPS = 4
@@ -46,7 +49,10 @@ PER_ROW = ROWS.reduce(2)  # [4, M]: one number a token
 PER_QUERY = ROWS.reduce(1)  # [4, 8]: one number a query row
 QUERIES = ROWS.reduce((0, 1))  # [8]
 
-_ONE = 0x3F803F80  # a pair of bfloat16 1.0
+# Queries and softmax weights are this much larger than they are: products with codes, which are tiny as bfloat16, become normal.
+BOOST = 2.0**64
+_QUAD_BYTES = 4 * QUAD_WORDS
+_LSB = -133  # the last bit of a subnormal bfloat16 is 2 ** _LSB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +85,11 @@ class Step:
     def token_tiles(self) -> int:
         return self.tokens // TILE
 
+    @property
+    def octets(self) -> int:
+        """Octets of value tiles of a warp."""
+        return self.token_tiles * self.head_dim // TILE // 8
+
 
 def key_scores(step: Step, words_ref, q_ref, start: jax.Array) -> jax.Array:
     """Scores of the tokens of a step's pages, without the softmax scale.
@@ -86,7 +97,7 @@ def key_scores(step: Step, words_ref, q_ref, start: jax.Array) -> jax.Array:
     Args:
       step: compile-time shape.
       words_ref: uint32 SMEM [pages * key rows, H / 2], the keys' part of each page.
-      q_ref: bfloat16 SMEM [8, H].
+      q_ref: bfloat16 SMEM [8, H], times `BOOST`.
       start: float32 [4, 8] as `PER_QUERY`: what the sums begin with; 0, or very negative for a warp without a page.
 
     Returns:
@@ -110,32 +121,41 @@ def value_scales(step: Step, words_ref) -> tuple[jax.Array, jax.Array]:
     return body(lambda ctx, words: _load_value_scales(step, words))(words_ref)
 
 
-def add_values(step: Step, words_ref, p: jax.Array, acc: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds the values of a step's pages, weighted: acc - bias grows by sum over tokens of code * p.
+def add_values(step: Step, words_ref, p: jax.Array, acc: jax.Array) -> jax.Array:
+    """Adds the values of a step's pages, weighted: sum over tokens of code * p. `finished_values` gives the sum its unit.
 
     Args:
       step: compile-time shape.
       words_ref: uint32 SMEM [pages * value rows, H / 2], the values' part of each page.
-      p: float32 [4, M, 8] as `ROWS`, softmax weights times value scales; rounded to bfloat16 here.
+      p: float32 [4, M, 8] as `ROWS`, softmax weights times `BOOST` times value scales; rounded to bfloat16 here.
       acc: float32 [4, H, 8] as `ROWS`.
-      bias: float32 [4, 8, 8] as `ROWS`: what acc holds too much, in every channel the same; all 8 rows are equal.
 
     Returns:
-      acc and bias.
+      acc.
     """
     if step.use_twins:
         codes = _value_codes(step, words_ref[...].reshape(step.pages, -1)).reshape(WARPS, step.tokens, step.head_dim)
-        return acc + _dot("wth,wtn->whn", codes, _round(p)), bias
+        return acc + _dot("wth,wtn->whn", codes, _round(p))
     acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
-    bias_type = plgpu.ShapeDtypeStruct((WARPS, 8, QUERY_ROWS), jnp.float32, layout=ROWS)
-    body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, ROWS, ROWS), return_type=(acc_type, bias_type))
-    return body(lambda ctx, words, p, acc, bias: _AddValues(step, words, p, acc, bias).run())(words_ref, p, acc, bias)
+    body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, ROWS), return_type=acc_type)
+    return body(lambda ctx, words, p, acc: _add_values_body(step, words, p, acc))(words_ref, p, acc)
+
+
+def finished_values(step: Step, acc: jax.Array) -> jax.Array:
+    """What `add_values` has added up, as the sum of codes (or values) times p."""
+    if step.use_twins or step.fmt.v_bits == 16:
+        return acc
+    acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
+    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=acc_type)(lambda ctx, acc: _finished_values_body(step, acc))(acc)
 
 
 def open_scores(step: Step, k_ref, q_ref) -> jax.Array:
-    """Scores float32 [4, 16, 8] as `ROWS` of a bfloat16 SMEM tile [64, H] of keys; warp w has the tokens 16 w … 16 w + 15."""
+    """Scores float32 [4, 16, 8] as `ROWS` of a bfloat16 SMEM tile [64, H] of keys; warp w has the tokens 16 w … 16 w + 15.
+
+    q_ref: bfloat16 SMEM [8, H], times `BOOST`.
+    """
     if step.use_twins:
-        return _dot("wth,nh->wtn", k_ref[...].reshape(WARPS, TILE, step.head_dim), q_ref[...])
+        return _dot("wth,nh->wtn", k_ref[...].reshape(WARPS, TILE, step.head_dim), q_ref[...]) / BOOST
     result = plgpu.ShapeDtypeStruct((WARPS, TILE, QUERY_ROWS), jnp.float32, layout=ROWS)
     body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=result)
     return body(lambda ctx, k, q: _open_scores_body(step, k, q))(k_ref, q_ref)
@@ -150,14 +170,13 @@ def add_open_values(step: Step, v_ref, p: jax.Array, acc: jax.Array) -> jax.Arra
     return body(lambda ctx, v, p, acc: _add_open_values_body(step, v, p, acc))(v_ref, p, acc)
 
 
-def rescale(step: Step, acc: jax.Array, bias: jax.Array, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """acc and bias (as in `add_values`) times alpha, float32 [4, 8] as `PER_QUERY`; a warp whose alphas are all 1 skips it."""
+def rescale(step: Step, acc: jax.Array, alpha: jax.Array) -> jax.Array:
+    """acc (as in `add_values`) times alpha, float32 [4, 8] as `PER_QUERY`; a warp whose alphas are all 1 skips it."""
     if step.use_twins:
-        return acc * alpha[:, None], bias * alpha[:, None]
-    acc_type, bias_type = (
-        plgpu.ShapeDtypeStruct((WARPS, rows, QUERY_ROWS), jnp.float32, layout=ROWS) for rows in (step.head_dim, 8))
-    body = plgpu.inline_mgpu(arg_types=(ROWS, ROWS, PER_QUERY), return_type=(acc_type, bias_type))
-    return body(lambda ctx, acc, bias, alpha: _rescale_body(step, acc, bias, alpha))(acc, bias, alpha)
+        return acc * alpha[:, None]
+    acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
+    body = plgpu.inline_mgpu(arg_types=(ROWS, PER_QUERY), return_type=acc_type)
+    return body(lambda ctx, acc, alpha: _rescale_body(step, acc, alpha))(acc, alpha)
 
 
 def warp_done(step: Step) -> None:
@@ -187,7 +206,7 @@ def _round(x: jax.Array) -> jax.Array:
 
 def _key_scores_twin(step: Step, words, q, start) -> jax.Array:
     layout = step.layout
-    words, q = words.reshape(step.pages, -1), q.astype(jnp.float32)
+    words, q = words.reshape(step.pages, -1), q.astype(jnp.float32) / BOOST
     total = jnp.zeros((step.pages, mma_sm90.TOKENS, QUERY_ROWS), jnp.float32)
     for segment in _key_segments(layout):
         channels = slice(segment.channel, segment.channel + segment.channels)
@@ -283,8 +302,17 @@ def _lop3(a: ir.Value, b: int, c: int | ir.Value, table: int) -> ir.Value:
     return _asm(f"lop3.b32 $0, $1, {b}, $2, {table};", "=r,r,r", [a, c])
 
 
+def _and(x: ir.Value, mask: int) -> ir.Value:
+    """`mask` is for each half of the word."""
+    return _lop3(x, mask << 16 | mask, 0, 0xC0)
+
+
 def _and_or(x: ir.Value, mask: int, other: int | ir.Value) -> ir.Value:
     return _lop3(x, mask, other, 0xEA)  # (a & b) | c
+
+
+def _fma(a: ir.Value, factor: float, b: ir.Value) -> ir.Value:
+    return _asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, _f32(factor), b], kind=ir.F32Type.get())
 
 
 def _mul_pairs(a: ir.Value, b: ir.Value) -> ir.Value:
@@ -347,98 +375,98 @@ def _array(tiles: list[list[ir.Value]], rows: int) -> fa.FragmentedArray:
     return fa.FragmentedArray(_registers=out.reshape(shape), _layout=layout, _is_signed=None)
 
 
-# Unpacking.
+# Operands.
 
 
-def field_offset(field: int) -> tuple[int, int]:
-    """(shift, mantissa bit) of 2-bit field 0 … 7: after `word >> shift` it starts at that bit of each half."""
-    shift = (0, 0, 0, 6, 6, 6, 10, 10)[field]
-    return shift, 2 * field - shift
+def field_bit(bits: int, tile: int) -> int:
+    """The bit at which an operand of tile `tile` of an octet holds its code."""
+    if bits == 3:
+        return (0, 3, 2, 5)[tile % 4]
+    return tile * bits % 8
 
 
-def field_bias(bits: int, field: int) -> int:
-    """What an unpacked code of that field is too large by."""
-    if bits in (2, 3):
-        return 1 << (7 - field_offset(field)[1])
-    return 128 if bits == 4 else 0
+def _units(bits: int, tiles: int) -> list[float]:
+    """What sums over operands are multiplied by to be sums over codes, for each tile from the first of an octet on."""
+    return [1.0 if bits == 16 else 2.0**-(_LSB + field_bit(bits, t)) for t in range(tiles)]
 
 
-class _Unpacker:
-    """Codes of some of the 8 token tiles of an operand tile column, as bfloat16 pairs.
+def _byte_fields(words: list[ir.Value], bits: int, count: int, high: bool) -> list[list[ir.Value]]:
+    """Operands of the first `count` fields of the low or the high byte of each half. The first one's holds all of them."""
+    if high:
+        words = first = [_asm("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [w]) for w in words]
+    else:
+        first = [_and(w, (1 << bits * count) - 1) for w in words]
+    return [first, *([_and(w, ((1 << bits) - 1) << bits * f) for w in words] for f in range(1, count))]
 
-    `base` is the lane's address of the plane's first quad; `sub` the warp's place in its page (an i32), whose `token_tiles` tiles
-    start at tile `sub * token_tiles`.
+
+def _separated(sums: list[list[ir.Value]], bits: int) -> list[list[ir.Value]]:
+    """Sums over each tile's own field, from sums over operands, of which a byte's first one holds the others' fields as well."""
+    out, fields = list(sums), 8 // bits if bits in (2, 4) else 1
+    for first in range(0, len(out), fields):
+        for other in sums[first + 1:first + fields]:
+            out[first] = [arith.subf(x, y) for x, y in zip(out[first], other)]
+    return out
+
+
+def _three_bit_octet(base: ir.Value, quad: int, odd: int | ir.Value) -> list[list[ir.Value]]:
+    """Operands of the first or the second octet (`odd`: 0, 1 or an i32) of the three quads from `quad` on."""
+    if isinstance(odd, int):
+        x = _load_words(base, (quad + 2 * odd) * _QUAD_BYTES, 4)
+        y = [_shift(w, 8 * odd) for w in _load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+    else:
+        x = _load_words(arith.addi(base, _scale(odd, 2 * _QUAD_BYTES)), quad * _QUAD_BYTES, 4)
+        y = [arith.shrui(w, _scale(odd, 8)) for w in _load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+    middle, far = ([_shift(w, by) for w in x] for by in (4, 10))
+    places = ((x, 0), (x, 3), (middle, 2), (middle, 5), (y, 0), (y, 3), (far, 2))
+    out = [[_and(w, 7 << bit) for w in words] for words, bit in places]
+    return [*out, [_and_or(high, 0x00C000C0, _and(low, 0x20)) for high, low in zip(y, far)]]
+
+
+class _Operands:
+    """Operands A of a warp's tiles, four registers of code pairs each.
+
+    Run k is `length` tiles (8, 4 or 2) from tile 8 * k + `length` * `sub` on, `sub` an i32, or None for 0. Of 3 bits it is octet
+    k, or octet k + `sub` where `sub` is not None, for even k.
     """
 
-    def __init__(self, bits: int, columns: int, base: ir.Value, sub: ir.Value, token_tiles: int):
-        self.bits, self.base, self.sub, self.token_tiles = bits, base, sub, token_tiles
-        self.fields = 16 // (2 if bits == 3 else bits)
-        # Does a warp's share of the tiles fill whole quads, so that its fields are known at compile time?
-        self.static = token_tiles % self.fields == 0
-        if token_tiles < TOKEN_TILES:
-            first_quad = arith.divui(_scale(sub, token_tiles), _i32(self.fields))
-            self.base = arith.addi(base, _scale(first_quad, QUAD_WORDS * 4))
-        self.third_base = arith.addi(base, _i32(columns * TOKEN_TILES // 8 * QUAD_WORDS * 4))
+    def __init__(self, bits: int, base: ir.Value, length: int, sub: ir.Value | None):
+        self.bits, self.base, self.length, self.sub = bits, base, length, sub
+        self.fields = 16 // bits  # of a half word
+        self.shift = None
+        if sub is not None and bits != 3:
+            start = _scale(sub, length)
+            self.base = arith.addi(base, _scale(arith.divui(start, _i32(self.fields)), _QUAD_BYTES))
+            if length < self.fields:
+                self.shift = _scale(arith.remui(start, _i32(self.fields)), bits)
 
-    def tiles(self, column: int) -> list[list[ir.Value]]:
-        """Registers a = 0 … 3 of each of the warp's token tiles."""
-        quads: dict[int, list[ir.Value]] = {}
+    def run(self, k: int) -> list[list[ir.Value]]:
+        if self.bits == 3:
+            return _three_bit_octet(self.base, k // 2 * 3, k % 2 if self.sub is None else self.sub)
         out = []
-        for m in range(self.token_tiles):
-            quad = column * TOKEN_TILES // self.fields + m // self.fields
-            if quad not in quads:
-                quads[quad] = self._load(quad)
-            field = m % self.fields
-            if self.bits == 3:
-                third = self._third_bits(column, m)
-                out.append([self._two_bits(w, field, t) for w, t in zip(quads[quad], third)])
-            else:
-                out.append([self._code(w, field) for w in quads[quad]])
+        for quad in range(cdiv(self.length, self.fields)):
+            words = _load_words(self.base, (k * 8 // self.fields + quad) * _QUAD_BYTES, 4)
+            if self.bits == 16:
+                out.append(words)
+                continue
+            if self.shift is not None:
+                words = [arith.shrui(w, self.shift) for w in words]
+            for high in range(2 if self.length >= self.fields else 1):
+                out += _byte_fields(words, self.bits, min(8 // self.bits, self.length), bool(high))
         return out
 
-    def bias(self, m: int) -> int:
-        return field_bias(self.bits, m % self.fields)
-
-    def _load(self, quad: int) -> list[ir.Value]:
-        words = _load_words(self.base, quad * QUAD_WORDS * 4, 4)
-        if self.static:
-            return words
-        first_field = arith.remui(_scale(self.sub, self.token_tiles), _i32(self.fields))
-        shift = _scale(first_field, 16 // self.fields)
-        return [arith.shrui(w, shift) for w in words]
-
-    def _code(self, word: ir.Value, field: int) -> ir.Value:
-        if self.bits == 2:
-            return self._two_bits(word, field, None)
-        if self.bits == 4:
-            return _and_or(_shift(word, 4 * field), 0x000F000F, 0x43004300)
-        if self.bits == 8:
-            word = _shift(word, 8 * field)
-            low, high = _and_or(word, 0x000F000F, 0x43004300), _and_or(_shift(word, 4), 0x000F000F, 0x43004300)
-            # (128 + high) * 16 - 2176 = 16 high - 128, exactly; plus 128 + low.
-            high = _asm("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [high, _i32(0x41804180), _i32(0xC508C508)])
-            return _asm("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [low, high])
-        return word
-
-    def _two_bits(self, word: ir.Value, field: int, third: ir.Value | None) -> ir.Value:
-        shift, offset = field_offset(field)
-        exponent = (134 - offset) << 7
-        code = _and_or(_shift(word, shift), 0x00030003 << offset, exponent << 16 | exponent)
-        if third is None:
-            return code
-        return _and_or(third, 0x00040004 << offset, code)
-
-    def _third_bits(self, column: int, m: int) -> list[ir.Value]:
-        """The words of the third-bit plane, shifted so that tile m's bit stands two bits above the field's offset."""
-        tile = column * TOKEN_TILES
-        quad, parity = tile // 16, tile % 16 // 8
-        words = _load_words(self.third_base, quad * QUAD_WORDS * 4, 4)
-        target = field_offset(m % self.fields)[1] + 2
-        if self.token_tiles == TOKEN_TILES:
-            return [_shift(w, mma_sm90.third_bit_position(8 * parity + m) - target) for w in words]
-        place = arith.addi(_scale(self.sub, 2 * self.token_tiles), _i32(2 * m + 2))
-        place = arith.addi(arith.andi(place, _i32(15)), _i32(parity))
-        return [_shift(arith.andi(arith.shrui(w, place), _i32(0x00010001)), -target) for w in words]
+    def pair(self, k: int, columns: int):
+        """Of key tiles: (column, token tile, operand) of the columns 2 * k and 2 * k + 1, or of the first of them alone."""
+        if self.bits != 3:
+            yield from ((c, m, a) for c in range(columns) for m, a in enumerate(self.run(2 * k + c)))
+        elif columns == 2:
+            octets = [self.run(2 * k)] if self.sub is not None else [self.run(2 * k), self.run(2 * k + 1)]
+            yield from ((c, 4 * o + f, octet[4 * c + f]) for c in (0, 1) for o, octet in enumerate(octets) for f in range(4))
+        else:
+            octet = _three_bit_octet(self.base, 3 * k, 0)
+            if self.sub is not None:
+                first = arith.cmpi(arith.CmpIPredicate.eq, self.sub, _i32(0))
+                octet = [[arith.select(first, x, y) for x, y in zip(octet[f], octet[f + 4])] for f in range(4)]
+            yield from ((0, m, a) for m, a in enumerate(octet))
 
 
 class _KeyScores:
@@ -448,7 +476,7 @@ class _KeyScores:
         self.step = step
         lane, warp = _lane_and_warp()
         group, self.i = arith.shrui(lane, _i32(2)), arith.andi(lane, _i32(3))
-        self.sub = arith.remui(warp, _i32(step.warps_per_page))
+        self.sub = None if step.warps_per_page == 1 else arith.remui(warp, _i32(step.warps_per_page))
         page = arith.divui(warp, _i32(step.warps_per_page))
         self.page = _pointer(words_ref, _scale(page, step.layout.key_words * 4))
         self.codes = arith.addi(self.page, _scale(lane, 16))
@@ -456,103 +484,79 @@ class _KeyScores:
         self.start = [value for register in start.registers.reshape(-1) for value in _split_pair(register)]
 
     def run(self) -> fa.FragmentedArray:
-        first = [*self.start, *self.start]
-        first_per_tile = [first] * self.step.token_tiles
-        operands = []
+        scores = [[*self.start, *self.start]] * self.step.token_tiles
         for segment in _key_segments(self.step.layout):
-            q = self._pairs(self.q, 2 * segment.channel, segment.tiles)
-            unpacker = _Unpacker(
-                segment.bits, segment.tiles, arith.addi(self.codes, _i32(segment.code_word * 4)), self.sub,
-                self.step.token_tiles)
-            if segment.bits in QUANT_BITS:
-                scale_byte = segment.scale_word * 4
-                scales = self._pairs(self.page, scale_byte, segment.tiles)
-                offsets = self._pairs(self.page, scale_byte + 2 * segment.channels, segment.tiles)
-                for z, b in zip(offsets, q):
-                    first_per_tile = self._add_to_all(first_per_tile, [z[0], z[0], z[1], z[1]], b)
-                q = [[_mul_pairs(x, s) for x, s in zip(b, scale)] for b, scale in zip(q, scales)]
-            operands.append((unpacker, q))
-        for unpacker, q in operands:
-            first_per_tile = self._remove_bias(first_per_tile, unpacker, q)
-        scores = first_per_tile
-        for unpacker, q in operands:
-            for column, b in enumerate(q):
-                scores = [_mma(c, a, b) for c, a in zip(scores, unpacker.tiles(column))]
+            sums, rest = self._segment(segment)
+            units = _units(segment.bits, self.step.token_tiles)
+            scores = [[_fma(r, 1 / BOOST, x) for r, x in zip(rest, tile)] for tile in scores] if rest else scores
+            scores = [[_fma(x, unit / BOOST, y) for x, y in zip(*tiles)] for *tiles, unit in zip(sums, scores, units)]
         return _array(scores, self.step.tokens)
 
-    def _add_to_all(self, tiles, a, b):
-        """The same product added to every tile; they are still one and the same at this point."""
-        assert all(t is tiles[0] for t in tiles)
-        return [_mma(tiles[0], a, b)] * len(tiles)
+    def _segment(self, segment: _Segment):
+        """Sums over the operands of each token tile, and the product of offsets and queries, the same for all tokens."""
+        operands = _Operands(segment.bits, arith.addi(self.codes, _i32(segment.code_word * 4)), self.step.token_tiles, self.sub)
+        sums, rest = [[_f32(0.0)] * 4] * self.step.token_tiles, [_f32(0.0)] * 4
+        for k in range(cdiv(segment.tiles, 2)):
+            q = self._pairs(self.q, 2 * segment.channel, segment.tiles, k)
+            if segment.bits in QUANT_BITS:
+                scales, offsets = (
+                    self._pairs(self.page, segment.scale_word * 4 + byte, segment.tiles, k) for byte in (0, 2 * segment.channels))
+                for z, b in zip(offsets, q):
+                    rest = _mma(rest, [z[0], z[0], z[1], z[1]], b)
+                q = [[_mul_pairs(x, s) for x, s in zip(*pairs)] for pairs in zip(q, scales)]
+            for column, m, a in operands.pair(k, len(q)):
+                sums[m] = _mma(sums[m], a, q[column])
+        return _separated(sums, segment.bits), rest if segment.bits in QUANT_BITS else None
 
-    def _remove_bias(self, tiles, unpacker: _Unpacker, q):
-        if not unpacker.bias(0):
-            return tiles
-        total = [_f32(0.0)] * 4
-        for b in q:
-            total = _mma(total, [_i32(_ONE)] * 4, b)
-        fma = "fma.rn.f32 $0, $1, $2, $3;"
-        return [
-            [_asm(fma, "=f,f,f,f", [t, _f32(-float(unpacker.bias(m))), c], kind=ir.F32Type.get()) for t, c in zip(total, tile)]
-            for m, tile in enumerate(tiles)]
-
-    def _pairs(self, base: ir.Value, byte: int, tiles: int) -> list[list[ir.Value]]:
-        """The lane's two pairs of neighbouring 16-bit channels, for each channel tile of an array at `byte` from `base`."""
-        out, address = [], arith.addi(base, _scale(self.i, 16))
-        for r in range(tiles // 2):
-            words = _load_words(address, byte + 64 * r, 4)
-            out += [words[:2], words[2:]]
-        if tiles % 2:
-            address = arith.addi(base, _scale(self.i, 8))
-            out.append(_load_words(address, byte + 64 * (tiles // 2), 2))
-        return out
+    def _pairs(self, base: ir.Value, byte: int, tiles: int, k: int) -> list[list[ir.Value]]:
+        """The lane's two pairs of neighbouring 16-bit channels, for the channel tiles 2 k and 2 k + 1 of an array at `byte`."""
+        if 2 * k + 1 < tiles:
+            words = _load_words(arith.addi(base, _scale(self.i, 16)), byte + 64 * k, 4)
+            return [words[:2], words[2:]]
+        return [_load_words(arith.addi(base, _scale(self.i, 8)), byte + 64 * k, 2)]
 
 
-def _rescale_body(step: Step, acc, bias, alpha) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
+def _rescale_body(step: Step, acc, alpha) -> fa.FragmentedArray:
     factors = [value for register in alpha.registers.reshape(-1) for value in _split_pair(register)]
     all_one = _asm(
         "{.reg .pred p, q; setp.eq.f32 p, $1, 0f3F800000; setp.eq.and.f32 q, $2, 0f3F800000, p; "
         "vote.sync.all.pred p, q, 0xffffffff; selp.u32 $0, 1, 0, p;}", "=r,f,f", factors)
-    tiles = [*_accumulators(acc), *_accumulators(bias)]
-    flat = [value for tile in tiles for value in tile]
+    flat = [value for tile in _accumulators(acc) for value in tile]
     branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, _i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(flat)
     with ir.InsertionPoint(branch.else_block):
         scf.yield_([arith.mulf(v, factors[j % 2]) for j, v in enumerate(flat)])
     results = list(branch.results)
-    count = len(results) - 2
-    return _array([results[i:i + 4] for i in range(0, count, 4)], step.head_dim), _array([results[count:]], 8)
+    return _array([results[i:i + 4] for i in range(0, len(results), 4)], step.head_dim)
 
 
-class _AddValues:
-    """Builds the body of `add_values`."""
+def _value_operands(step: Step, words_ref) -> _Operands:
+    lane, warp = _lane_and_warp()
+    page, sub = (f(warp, _i32(step.warps_per_page)) for f in (arith.divui, arith.remui))
+    base = _pointer(words_ref, _scale(page, step.layout.value_words * 4), _scale(lane, 16))
+    octets, bits = step.octets, step.fmt.v_bits
+    if octets == 1 and bits == 3:  # two warps share the three quads of two octets
+        base = arith.addi(base, _scale(arith.divui(sub, _i32(2)), 3 * _QUAD_BYTES))
+        return _Operands(bits, base, 8, arith.remui(sub, _i32(2)))
+    return _Operands(bits, arith.addi(base, _scale(sub, octets * bits * _QUAD_BYTES // 2)), 8, None)
 
-    def __init__(self, step: Step, words_ref, p, acc, bias):
-        self.step, self.p, self.acc, self.bias = step, p, acc, bias
-        lane, warp = _lane_and_warp()
-        page = arith.divui(warp, _i32(step.warps_per_page))
-        codes = _pointer(words_ref, _scale(page, step.layout.value_words * 4), _scale(lane, 16))
-        self.unpacker = _Unpacker(
-            step.fmt.v_bits, step.head_dim // TILE, codes, arith.remui(warp, _i32(step.warps_per_page)), step.token_tiles)
 
-    def run(self) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
-        operands = _probability_operands(self.p)
-        acc = _accumulators(self.acc)
-        for column in range(0, len(acc), 2):  # two at a time: two independent chains of instructions
-            pair = [self.unpacker.tiles(c) for c in (column, column + 1)]
-            for m, b in enumerate(operands):
-                for c in (0, 1):
-                    acc[column + c] = _mma(acc[column + c], pair[c][m], b)
-        bias = self.bias
-        if self.unpacker.bias(0):
-            [rows] = _accumulators(self.bias)
-            rows = [*rows, *rows]
-            for m, b in enumerate(operands):
-                half = (126 + self.unpacker.bias(m).bit_length()) << 7  # a power of two as bfloat16
-                rows = _mma(rows, [_i32(half << 16 | half)] * 4, b)
-            bias = _array([rows[:2]], 8)
-        return _array(acc, self.step.head_dim), bias
+def _add_values_body(step: Step, words_ref, p, acc) -> fa.FragmentedArray:
+    operands, b, sums = _value_operands(step, words_ref), _probability_operands(p), _accumulators(acc)
+    for octet in range(step.octets):
+        for f, a in enumerate(operands.run(octet)):
+            m, column = divmod(8 * octet + f, len(sums))
+            sums[column] = _mma(sums[column], a, b[m])
+    return _array(sums, step.head_dim)
+
+
+def _finished_values_body(step: Step, acc) -> fa.FragmentedArray:
+    sums = _separated(_accumulators(acc), step.fmt.v_bits)
+    # In two steps: the unit's inverse is beyond float32.
+    units = _units(step.fmt.v_bits, len(sums))
+    tiles = [[arith.mulf(arith.mulf(x, _f32(2.0**64)), _f32(unit / 2.0**64)) for x in tile] for tile, unit in zip(sums, units)]
+    return _array(tiles, step.head_dim)
 
 
 def _probability_operands(p: fa.FragmentedArray) -> list[list[ir.Value]]:
@@ -598,7 +602,7 @@ def _open_scores_body(step: Step, k_ref, q_ref) -> fa.FragmentedArray:
         low, high, b = (_load_words(x, offset + 64 * r, 4) for x, offset in ((k, 0), (k, 8 * row_bytes), (q, 0)))
         for j in (0, 2):
             acc = _mma(acc, [low[j], high[j], low[j + 1], high[j + 1]], b[j:j + 2])
-    return _array([acc], TILE)
+    return _array([[arith.mulf(x, _f32(1 / BOOST)) for x in acc]], TILE)
 
 
 def _add_open_values_body(step: Step, v_ref, p, acc) -> fa.FragmentedArray:

@@ -40,6 +40,7 @@ SPLIT_PAGES = 16
 MAX_QUERY_ROWS = 64  # queries times query heads of a KV head
 SMEM_BYTES = 227 * 1024
 _LOG2E = math.log2(math.e)
+_LOG2_BOOST = math.log2(fragments.BOOST)
 _SUM_ROWS = 2 * QUERY_ROWS  # rows of 2 H bytes that the sum [H, 8] of one warp takes, in float32
 _MERGED_AT_ONCE = 8
 _MERGED_CHANNELS = 64
@@ -114,6 +115,8 @@ def paged_attention(
     _refuse(q, kv_format, open_k, rows)
     layout = kv_format.page_layout(head_dim)
     tuning = tuning or default_tuning(kv_format, head_dim)
+    if kv_format.k_bits == 3 and tuning.warps_per_page == 4:
+        raise NotImplementedError(f"mosaic_gpu: {tuning=}: four warps do not share a page of 3-bit keys")
     step = Step(layout, tuning.warps_per_page, use_twins=interpret is not None)
     call = _Call(
         step=step, tuning=tuning, num_kv_heads=num_kv_heads, query_tiles=cdiv(rows, QUERY_ROWS), num_queries=num_queries,
@@ -135,7 +138,7 @@ def default_tuning(kv_format: KVFormat, head_dim: int) -> Tuning:
     """The layout of the work that measured best, or the first that fits into shared memory."""
     most = max(kv_format.k_bits, kv_format.v_bits)
     # Codes of 2 and 3 bits are unpacked fastest by a warp that has a page of its own; wider ones need more room for each page.
-    first = {2: 1, 3: 1, 4: 2, 8: 2, 16: 4}[most]
+    first = {2: 1, 3: 1, 4: 2, 8: 2, 16: 2 if kv_format.k_bits == 3 else 4}[most]
     choices = [(first, 4)] + [(w, g) for w in (1, 2, 4) if w >= first or most == 4 for g in (4, 3, 2, 1)]
     for warps_per_page, warpgroups in choices:
         tuning = Tuning(warps_per_page, warpgroups, 132)
@@ -247,15 +250,14 @@ def _buffers(step: Step, groups: int, words: int) -> plgpu.RefUnion:
 class _Softmax:
     """Carry of the online softmax of one item, each warp for its own tokens.
 
-    m, l [4, 8]: running maximum of the scores and denominator; z [4, 8]: sum of weights times value offsets;
-    acc [4, H, 8] and bias [4, 8, 8]: see `fragments.add_values`.
+    m, l [4, 8]: running maximum of the scores and denominator; z [4, 8]: sum of weights times value offsets; acc [4, H, 8]: see
+    `fragments.add_values`. All weights are `BOOST` times what they are relative to m.
     """
 
     m: jax.Array
     l: jax.Array
     z: jax.Array
     acc: jax.Array
-    bias: jax.Array
 
 
 jax.tree_util.register_dataclass(_Softmax)
@@ -371,10 +373,14 @@ class _Worker:
                 self._fetch(item, page_ids, self.values, self.key_rows, self.values_barrier)
 
         plgpu.barrier_wait(self.q_barrier)
+        layout = plgpu.Layout.WG_STRIDED(self.q_smem.shape, vec_size=math.prod(self.q_smem.shape) // 128)
+        self.q_smem[...] = plgpu.load(self.q_smem, layout=layout) * jnp.asarray(fragments.BOOST, jnp.bfloat16)
+        plgpu.commit_smem()
         following_ids = self._page_ids(self.following, self.following.first_page)
         # The open page passes through the buffers that the next item's pages would arrive in.
         ahead = self.following.used & ~item.is_last & (self.following.end_page > self.following.first_page)
         state = lax.fori_loop(0, self.num_steps, functools.partial(self._closed_step, ahead), self._empty())
+        state = dataclasses.replace(state, acc=fragments.finished_values(self.step, state.acc))
         state = lax.cond(item.is_last, self._unquantised, lambda s: s, state)
         tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
         self._write(state, out_ref.at[tile, item.split], stats_ref.at[tile, item.split])
@@ -392,7 +398,7 @@ class _Worker:
         per_query = (WARPS, QUERY_ROWS)
         return _Softmax(
             m=zeros(per_query, PER_QUERY, _HIDDEN), l=zeros(per_query, PER_QUERY), z=zeros(per_query, PER_QUERY),
-            acc=zeros((WARPS, self.step.head_dim, QUERY_ROWS), ROWS), bias=zeros((WARPS, 8, QUERY_ROWS), ROWS))
+            acc=zeros((WARPS, self.step.head_dim, QUERY_ROWS), ROWS))
 
     def _fetch_q(self, item: _WorkItem) -> None:
         tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
@@ -460,14 +466,14 @@ class _Worker:
             z = state.z + jnp.sum(p * _over_queries(offset, p.shape), axis=1)
             state = dataclasses.replace(state, z=z)
             p = p * _over_queries(scale, p.shape)
-        acc, bias = fragments.add_values(step, self.values, p, state.acc, state.bias)
+        acc = fragments.add_values(step, self.values, p, state.acc)
         self._done_with_pages()
 
         @pl.when(more)
         def _():
             self._fetch(item, page_ids, self.values, self.key_rows, self.values_barrier)
 
-        return dataclasses.replace(state, acc=acc, bias=bias)
+        return dataclasses.replace(state, acc=acc)
 
     def _done_with_pages(self) -> None:
         """The buffer may be written again. A page that one warp reads is fetched by that warp, whatever the others do."""
@@ -485,10 +491,10 @@ class _Worker:
         scale = self.call.exponent_scale
         m = jnp.maximum(state.m, jnp.max(scores, axis=1))
         # Not scores * scale - m * scale: fused into one rounding that is far from 0 for huge equal numbers.
-        p = jnp.exp2((scores - _over_rows(m, scores.shape)) * scale)
+        p = jnp.exp2((scores - _over_rows(m, scores.shape)) * scale + _LOG2_BOOST)
         alpha = jnp.exp2((state.m - m) * scale)
-        acc, bias = fragments.rescale(self.step, state.acc, state.bias, alpha)
-        return p, _Softmax(m=m, l=state.l * alpha + jnp.sum(p, axis=1), z=state.z * alpha, acc=acc, bias=bias)
+        acc = fragments.rescale(self.step, state.acc, alpha)
+        return p, _Softmax(m=m, l=state.l * alpha + jnp.sum(p, axis=1), z=state.z * alpha, acc=acc)
 
     def _query_positions(self, shape) -> jax.Array:
         """Position of the query of each row, int32 `shape` as `ROWS`."""
@@ -584,13 +590,11 @@ class _Worker:
         m = functools.reduce(jnp.maximum, [plgpu.load(self.stats_smem.at[0, w], layout=QUERIES) for w in range(WARPS)])
         beta = jnp.exp2((state.m - plgpu.layout_cast(lax.broadcast_in_dim(m, state.m.shape, [1]), PER_QUERY)) * scale)
         self.stats_smem.at[1][...] = state.l * beta
-        # All rows of the bias are equal.
-        rest = (state.z - jnp.max(state.bias, axis=1)) * beta
         shape = state.acc.shape
-        self.sum_smem[...] = state.acc * _over_rows(beta, shape) + _over_rows(rest, shape)
+        self.sum_smem[...] = state.acc * _over_rows(beta, shape) + _over_rows(state.z * beta, shape)
         plgpu.commit_smem()
         l = functools.reduce(jnp.add, [plgpu.load(self.stats_smem.at[1, w], layout=QUERIES) for w in range(WARPS)])
-        stats_ref.at[0][...] = m * scale
+        stats_ref.at[0][...] = m * scale - _LOG2_BOOST
         stats_ref.at[1][...] = l
         layout = plgpu.Layout.WG_STRIDED(shape[1:], vec_size=4)
         out_ref[...] = functools.reduce(jnp.add, [plgpu.load(self.sum_smem.at[w], layout=layout) for w in range(WARPS)])
