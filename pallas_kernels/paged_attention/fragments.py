@@ -30,16 +30,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import mma_sm90
 from pallas_kernels.kv_format import QUANT_BITS, KVFormat
 from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE
 from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.paged_attention import instructions as ptx
+from pallas_kernels.paged_attention.instructions import WARPS
 from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.quantize import bits_to_float32
 
-WARPS = 4
 QUERY_ROWS = 8  # the N of the instruction
 OPEN_TOKENS = WARPS * TILE  # tokens of an unquantised tile: a token tile a warp
 
@@ -190,7 +191,8 @@ def warps_of_this_thread(step: Step) -> list:
     if step.use_twins:
         return [np.int32(warp) for warp in range(WARPS)]
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    return [plgpu.inline_mgpu(return_type=result)(lambda ctx: fa.FragmentedArray.splat(_lane_and_warp()[1], (), is_signed=True))()]
+    body = plgpu.inline_mgpu(return_type=result)
+    return [body(lambda ctx: fa.FragmentedArray.splat(ptx.lane_and_warp()[1], (), is_signed=True))()]
 
 
 # Twins.
@@ -262,94 +264,11 @@ def _value_scale_word(step: Step) -> int:
     return step.layout.planes()["v_scales"][0] - step.layout.key_words
 
 
-# Instructions.
-
-
-def _i32(value: int) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    value &= 0xFFFFFFFF
-    return mgpu.utils.c(value - (1 << 32) if value >= 1 << 31 else value, i32)
-
-
-def _f32(value: float) -> ir.Value:
-    return mgpu.utils.c(value, ir.F32Type.get())
-
-
-def _asm(code: str, constraints: str, operands: list[ir.Value], results: int = 1, kind=None):
-    """Inline PTX without side effects. `kind`: MLIR type of the results, int32 for None."""
-    kind = kind or ir.IntegerType.get_signless(32)
-    if results == 1:
-        return llvm.inline_asm(kind, operands, code, constraints)
-    out = llvm.inline_asm(llvm.StructType.get_literal([kind] * results), operands, code, constraints)
-    return [llvm.extractvalue(kind, out, [i]) for i in range(results)]
-
-
-def _mma(acc: list[ir.Value], a: list[ir.Value], b: list[ir.Value]) -> list[ir.Value]:
-    """acc (4 float32) + a (4 bfloat16 pairs) x b (2 pairs)."""
-    code = ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};")
-    return _asm(code, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, *b, *acc], 4, ir.F32Type.get())
-
-
-def _shift(x: ir.Value, right: int) -> ir.Value:
-    if right == 0:
-        return x
-    return arith.shrui(x, _i32(right)) if right > 0 else arith.shli(x, _i32(-right))
-
-
-def _lop3(a: ir.Value, b: int, c: int | ir.Value, table: int) -> ir.Value:
-    if isinstance(c, int):
-        return _asm(f"lop3.b32 $0, $1, {b}, {c}, {table};", "=r,r", [a])
-    return _asm(f"lop3.b32 $0, $1, {b}, $2, {table};", "=r,r,r", [a, c])
-
-
-def _and(x: ir.Value, mask: int) -> ir.Value:
-    """`mask` is for each half of the word."""
-    return _lop3(x, mask << 16 | mask, 0, 0xC0)
-
-
-def _and_or(x: ir.Value, mask: int, other: int | ir.Value) -> ir.Value:
-    return _lop3(x, mask, other, 0xEA)  # (a & b) | c
-
-
-def _fma(a: ir.Value, factor: float, b: ir.Value) -> ir.Value:
-    return _asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, _f32(factor), b], kind=ir.F32Type.get())
-
-
-def _mul_pairs(a: ir.Value, b: ir.Value) -> ir.Value:
-    return _asm("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b])
-
-
-def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
-    return arith.andi(thread, _i32(31)), arith.andi(arith.shrui(thread, _i32(5)), _i32(WARPS - 1))
-
-
-def _pointer(ref: ir.Value, *byte_offsets: ir.Value | int) -> ir.Value:
-    """Address of a shared-memory ref plus offsets, as an i32: shared memory addresses are 32 bits wide."""
-    i32 = ir.IntegerType.get_signless(32)
-    address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
-    for offset in byte_offsets:
-        address = arith.addi(address, _i32(offset) if isinstance(offset, int) else offset)
-    return address
-
-
-def _load_words(address: ir.Value, offset: int, count: int) -> list[ir.Value]:
-    """`count` (1, 2 or 4) neighbouring words of shared memory at byte `offset` from `address`."""
-    i32 = ir.IntegerType.get_signless(32)
-    pointer = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, _i32(offset)) if offset else address)
-    if count == 1:
-        return [llvm.load(i32, pointer, alignment=4)]
-    words = llvm.load(ir.VectorType.get((count,), i32), pointer, alignment=4 * count)
-    return [llvm.extractelement(words, _i32(j)) for j in range(count)]
-
-
-def _scale(x: ir.Value, factor: int) -> ir.Value:
-    return arith.muli(x, _i32(factor))
+# Arrays and their registers.
 
 
 def _split_pair(register: ir.Value) -> list[ir.Value]:
-    return [llvm.extractelement(register, _i32(j)) for j in range(2)]
+    return [llvm.extractelement(register, ptx.i32(j)) for j in range(2)]
 
 
 def _accumulators(array: fa.FragmentedArray) -> list[list[ir.Value]]:
@@ -367,7 +286,7 @@ def _array(tiles: list[list[ir.Value]], rows: int) -> fa.FragmentedArray:
     for i in range(0, len(flat), 2):
         vector = llvm.mlir_undef(pair)
         for j in range(2):
-            vector = llvm.insertelement(vector, flat[i + j], _i32(j))
+            vector = llvm.insertelement(vector, flat[i + j], ptx.i32(j))
         registers.append(vector)
     shape = layout.registers_shape((WARPS, rows, QUERY_ROWS))
     out = np.empty(len(registers), dtype=object)
@@ -393,10 +312,10 @@ def _units(bits: int, tiles: int) -> list[float]:
 def _byte_fields(words: list[ir.Value], bits: int, count: int, high: bool) -> list[list[ir.Value]]:
     """Operands of the first `count` fields of the low or the high byte of each half. The first one's holds all of them."""
     if high:
-        words = first = [_asm("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [w]) for w in words]
+        words = first = [ptx.asm("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [w]) for w in words]
     else:
-        first = [_and(w, (1 << bits * count) - 1) for w in words]
-    return [first, *([_and(w, ((1 << bits) - 1) << bits * f) for w in words] for f in range(1, count))]
+        first = [ptx.masked(w, (1 << bits * count) - 1) for w in words]
+    return [first, *([ptx.masked(w, ((1 << bits) - 1) << bits * f) for w in words] for f in range(1, count))]
 
 
 def _separated(sums: list[list[ir.Value]], bits: int) -> list[list[ir.Value]]:
@@ -411,15 +330,15 @@ def _separated(sums: list[list[ir.Value]], bits: int) -> list[list[ir.Value]]:
 def _three_bit_octet(base: ir.Value, quad: int, odd: int | ir.Value) -> list[list[ir.Value]]:
     """Operands of the first or the second octet (`odd`: 0, 1 or an i32) of the three quads from `quad` on."""
     if isinstance(odd, int):
-        x = _load_words(base, (quad + 2 * odd) * _QUAD_BYTES, 4)
-        y = [_shift(w, 8 * odd) for w in _load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+        x = ptx.load_words(base, (quad + 2 * odd) * _QUAD_BYTES, 4)
+        y = [ptx.shift(w, 8 * odd) for w in ptx.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
     else:
-        x = _load_words(arith.addi(base, _scale(odd, 2 * _QUAD_BYTES)), quad * _QUAD_BYTES, 4)
-        y = [arith.shrui(w, _scale(odd, 8)) for w in _load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
-    middle, far = ([_shift(w, by) for w in x] for by in (4, 10))
+        x = ptx.load_words(arith.addi(base, ptx.times(odd, 2 * _QUAD_BYTES)), quad * _QUAD_BYTES, 4)
+        y = [arith.shrui(w, ptx.times(odd, 8)) for w in ptx.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+    middle, far = ([ptx.shift(w, by) for w in x] for by in (4, 10))
     places = ((x, 0), (x, 3), (middle, 2), (middle, 5), (y, 0), (y, 3), (far, 2))
-    out = [[_and(w, 7 << bit) for w in words] for words, bit in places]
-    return [*out, [_and_or(high, 0x00C000C0, _and(low, 0x20)) for high, low in zip(y, far)]]
+    out = [[ptx.masked(w, 7 << bit) for w in words] for words, bit in places]
+    return [*out, [ptx.masked_or(high, 0x00C000C0, ptx.masked(low, 0x20)) for high, low in zip(y, far)]]
 
 
 class _Operands:
@@ -434,17 +353,17 @@ class _Operands:
         self.fields = 16 // bits  # of a half word
         self.shift = None
         if sub is not None and bits != 3:
-            start = _scale(sub, length)
-            self.base = arith.addi(base, _scale(arith.divui(start, _i32(self.fields)), _QUAD_BYTES))
+            start = ptx.times(sub, length)
+            self.base = arith.addi(base, ptx.times(arith.divui(start, ptx.i32(self.fields)), _QUAD_BYTES))
             if length < self.fields:
-                self.shift = _scale(arith.remui(start, _i32(self.fields)), bits)
+                self.shift = ptx.times(arith.remui(start, ptx.i32(self.fields)), bits)
 
     def run(self, k: int) -> list[list[ir.Value]]:
         if self.bits == 3:
             return _three_bit_octet(self.base, k // 2 * 3, k % 2 if self.sub is None else self.sub)
         out = []
         for quad in range(cdiv(self.length, self.fields)):
-            words = _load_words(self.base, (k * 8 // self.fields + quad) * _QUAD_BYTES, 4)
+            words = ptx.load_words(self.base, (k * 8 // self.fields + quad) * _QUAD_BYTES, 4)
             if self.bits == 16:
                 out.append(words)
                 continue
@@ -464,7 +383,7 @@ class _Operands:
         else:
             octet = _three_bit_octet(self.base, 3 * k, 0)
             if self.sub is not None:
-                first = arith.cmpi(arith.CmpIPredicate.eq, self.sub, _i32(0))
+                first = arith.cmpi(arith.CmpIPredicate.eq, self.sub, ptx.i32(0))
                 octet = [[arith.select(first, x, y) for x, y in zip(octet[f], octet[f + 4])] for f in range(4)]
             yield from ((0, m, a) for m, a in enumerate(octet))
 
@@ -474,13 +393,13 @@ class _KeyScores:
 
     def __init__(self, step: Step, words_ref, q_ref, start: fa.FragmentedArray):
         self.step = step
-        lane, warp = _lane_and_warp()
-        group, self.i = arith.shrui(lane, _i32(2)), arith.andi(lane, _i32(3))
-        self.sub = None if step.warps_per_page == 1 else arith.remui(warp, _i32(step.warps_per_page))
-        page = arith.divui(warp, _i32(step.warps_per_page))
-        self.page = _pointer(words_ref, _scale(page, step.layout.key_words * 4))
-        self.codes = arith.addi(self.page, _scale(lane, 16))
-        self.q = _pointer(q_ref, _scale(group, step.head_dim * 2))
+        lane, warp = ptx.lane_and_warp()
+        group, self.i = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
+        self.sub = None if step.warps_per_page == 1 else arith.remui(warp, ptx.i32(step.warps_per_page))
+        page = arith.divui(warp, ptx.i32(step.warps_per_page))
+        self.page = ptx.pointer(words_ref, ptx.times(page, step.layout.key_words * 4))
+        self.codes = arith.addi(self.page, ptx.times(lane, 16))
+        self.q = ptx.pointer(q_ref, ptx.times(group, step.head_dim * 2))
         self.start = [value for register in start.registers.reshape(-1) for value in _split_pair(register)]
 
     def run(self) -> fa.FragmentedArray:
@@ -488,41 +407,41 @@ class _KeyScores:
         for segment in _key_segments(self.step.layout):
             sums, rest = self._segment(segment)
             units = _units(segment.bits, self.step.token_tiles)
-            scores = [[_fma(r, 1 / BOOST, x) for r, x in zip(rest, tile)] for tile in scores] if rest else scores
-            scores = [[_fma(x, unit / BOOST, y) for x, y in zip(*tiles)] for *tiles, unit in zip(sums, scores, units)]
+            scores = [[ptx.fma(r, 1 / BOOST, x) for r, x in zip(rest, tile)] for tile in scores] if rest else scores
+            scores = [[ptx.fma(x, unit / BOOST, y) for x, y in zip(*tiles)] for *tiles, unit in zip(sums, scores, units)]
         return _array(scores, self.step.tokens)
 
     def _segment(self, segment: _Segment):
         """Sums over the operands of each token tile, and the product of offsets and queries, the same for all tokens."""
-        operands = _Operands(segment.bits, arith.addi(self.codes, _i32(segment.code_word * 4)), self.step.token_tiles, self.sub)
-        sums, rest = [[_f32(0.0)] * 4] * self.step.token_tiles, [_f32(0.0)] * 4
+        operands = _Operands(segment.bits, arith.addi(self.codes, ptx.i32(segment.code_word * 4)), self.step.token_tiles, self.sub)
+        sums, rest = [[ptx.f32(0.0)] * 4] * self.step.token_tiles, [ptx.f32(0.0)] * 4
         for k in range(cdiv(segment.tiles, 2)):
             q = self._pairs(self.q, 2 * segment.channel, segment.tiles, k)
             if segment.bits in QUANT_BITS:
                 scales, offsets = (
                     self._pairs(self.page, segment.scale_word * 4 + byte, segment.tiles, k) for byte in (0, 2 * segment.channels))
                 for z, b in zip(offsets, q):
-                    rest = _mma(rest, [z[0], z[0], z[1], z[1]], b)
-                q = [[_mul_pairs(x, s) for x, s in zip(*pairs)] for pairs in zip(q, scales)]
+                    rest = ptx.mma(rest, [z[0], z[0], z[1], z[1]], b)
+                q = [[ptx.mul_pairs(x, s) for x, s in zip(*pairs)] for pairs in zip(q, scales)]
             for column, m, a in operands.pair(k, len(q)):
-                sums[m] = _mma(sums[m], a, q[column])
+                sums[m] = ptx.mma(sums[m], a, q[column])
         return _separated(sums, segment.bits), rest if segment.bits in QUANT_BITS else None
 
     def _pairs(self, base: ir.Value, byte: int, tiles: int, k: int) -> list[list[ir.Value]]:
         """The lane's two pairs of neighbouring 16-bit channels, for the channel tiles 2 k and 2 k + 1 of an array at `byte`."""
         if 2 * k + 1 < tiles:
-            words = _load_words(arith.addi(base, _scale(self.i, 16)), byte + 64 * k, 4)
+            words = ptx.load_words(arith.addi(base, ptx.times(self.i, 16)), byte + 64 * k, 4)
             return [words[:2], words[2:]]
-        return [_load_words(arith.addi(base, _scale(self.i, 8)), byte + 64 * k, 2)]
+        return [ptx.load_words(arith.addi(base, ptx.times(self.i, 8)), byte + 64 * k, 2)]
 
 
 def _rescale_body(step: Step, acc, alpha) -> fa.FragmentedArray:
     factors = [value for register in alpha.registers.reshape(-1) for value in _split_pair(register)]
-    all_one = _asm(
+    all_one = ptx.asm(
         "{.reg .pred p, q; setp.eq.f32 p, $1, 0f3F800000; setp.eq.and.f32 q, $2, 0f3F800000, p; "
         "vote.sync.all.pred p, q, 0xffffffff; selp.u32 $0, 1, 0, p;}", "=r,f,f", factors)
     flat = [value for tile in _accumulators(acc) for value in tile]
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, _i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, ptx.i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(flat)
     with ir.InsertionPoint(branch.else_block):
@@ -532,14 +451,14 @@ def _rescale_body(step: Step, acc, alpha) -> fa.FragmentedArray:
 
 
 def _value_operands(step: Step, words_ref) -> _Operands:
-    lane, warp = _lane_and_warp()
-    page, sub = (f(warp, _i32(step.warps_per_page)) for f in (arith.divui, arith.remui))
-    base = _pointer(words_ref, _scale(page, step.layout.value_words * 4), _scale(lane, 16))
+    lane, warp = ptx.lane_and_warp()
+    page, sub = (f(warp, ptx.i32(step.warps_per_page)) for f in (arith.divui, arith.remui))
+    base = ptx.pointer(words_ref, ptx.times(page, step.layout.value_words * 4), ptx.times(lane, 16))
     octets, bits = step.octets, step.fmt.v_bits
     if octets == 1 and bits == 3:  # two warps share the three quads of two octets
-        base = arith.addi(base, _scale(arith.divui(sub, _i32(2)), 3 * _QUAD_BYTES))
-        return _Operands(bits, base, 8, arith.remui(sub, _i32(2)))
-    return _Operands(bits, arith.addi(base, _scale(sub, octets * bits * _QUAD_BYTES // 2)), 8, None)
+        base = arith.addi(base, ptx.times(arith.divui(sub, ptx.i32(2)), 3 * _QUAD_BYTES))
+        return _Operands(bits, base, 8, arith.remui(sub, ptx.i32(2)))
+    return _Operands(bits, arith.addi(base, ptx.times(sub, octets * bits * _QUAD_BYTES // 2)), 8, None)
 
 
 def _add_values_body(step: Step, words_ref, p, acc) -> fa.FragmentedArray:
@@ -547,15 +466,15 @@ def _add_values_body(step: Step, words_ref, p, acc) -> fa.FragmentedArray:
     for octet in range(step.octets):
         for f, a in enumerate(operands.run(octet)):
             m, column = divmod(8 * octet + f, len(sums))
-            sums[column] = _mma(sums[column], a, b[m])
+            sums[column] = ptx.mma(sums[column], a, b[m])
     return _array(sums, step.head_dim)
 
 
 def _finished_values_body(step: Step, acc) -> fa.FragmentedArray:
     sums = _separated(_accumulators(acc), step.fmt.v_bits)
-    # In two steps: the unit's inverse is beyond float32.
-    units = _units(step.fmt.v_bits, len(sums))
-    tiles = [[arith.mulf(arith.mulf(x, _f32(2.0**64)), _f32(unit / 2.0**64)) for x in tile] for tile, unit in zip(sums, units)]
+    tiles = []
+    for tile, unit in zip(sums, _units(step.fmt.v_bits, len(sums))):  # in two steps: the unit is beyond float32
+        tiles.append([arith.mulf(arith.mulf(x, ptx.f32(2.0**64)), ptx.f32(unit / 2.0**64)) for x in tile])
     return _array(tiles, step.head_dim)
 
 
@@ -563,64 +482,65 @@ def _probability_operands(p: fa.FragmentedArray) -> list[list[ir.Value]]:
     """Operand B of each token tile: rounded to bfloat16 and transposed within the warp."""
     out = []
     for c in _accumulators(p):
-        pairs = [_asm("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [c[j + 1], c[j]]) for j in (0, 2)]
-        out.append([_asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x]) for x in pairs])
+        pairs = [ptx.asm("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [c[j + 1], c[j]]) for j in (0, 2)]
+        out.append([ptx.asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x]) for x in pairs])
     return out
 
 
 def _load_value_scales(step: Step, words_ref) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
-    lane, warp = _lane_and_warp()
-    page = arith.divui(warp, _i32(step.warps_per_page))
-    sub = arith.remui(warp, _i32(step.warps_per_page))
-    address = _pointer(
-        words_ref, _scale(page, step.layout.value_words * 4), _scale(sub, step.tokens * 4), _scale(arith.shrui(lane, _i32(2)), 4))
+    lane, warp = ptx.lane_and_warp()
+    page = arith.divui(warp, ptx.i32(step.warps_per_page))
+    sub = arith.remui(warp, ptx.i32(step.warps_per_page))
+    address = ptx.pointer(
+        words_ref, ptx.times(page, step.layout.value_words * 4), ptx.times(sub, step.tokens * 4),
+        ptx.times(arith.shrui(lane, ptx.i32(2)), 4))
     layout, f32 = PER_ROW.to_mgpu(), ir.F32Type.get()
     scales, offsets = [], []
     for row in range(step.tokens // 8):
-        [word] = _load_words(address, (_value_scale_word(step) + 8 * row) * 4, 1)
-        scales.append(arith.bitcast(f32, arith.shli(word, _i32(16))))
-        offsets.append(arith.bitcast(f32, arith.andi(word, _i32(0xFFFF0000))))
+        [word] = ptx.load_words(address, (_value_scale_word(step) + 8 * row) * 4, 1)
+        scales.append(arith.bitcast(f32, arith.shli(word, ptx.i32(16))))
+        offsets.append(arith.bitcast(f32, arith.andi(word, ptx.i32(0xFFFF0000))))
     return _row_array(scales, layout, step.tokens), _row_array(offsets, layout, step.tokens)
 
 
 def _row_array(values: list[ir.Value], layout, rows: int) -> fa.FragmentedArray:
     registers = np.empty(len(values), dtype=object)
     vector = ir.VectorType.get((1,), ir.F32Type.get())
-    registers[:] = [llvm.insertelement(llvm.mlir_undef(vector), v, _i32(0)) for v in values]
+    registers[:] = [llvm.insertelement(llvm.mlir_undef(vector), v, ptx.i32(0)) for v in values]
     return fa.FragmentedArray(
         _registers=registers.reshape(layout.registers_shape((WARPS, rows))), _layout=layout, _is_signed=None)
 
 
 def _open_scores_body(step: Step, k_ref, q_ref) -> fa.FragmentedArray:
-    lane, warp = _lane_and_warp()
-    group, i = arith.shrui(lane, _i32(2)), arith.andi(lane, _i32(3))
+    lane, warp = ptx.lane_and_warp()
+    group, i = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
     row_bytes = 2 * step.head_dim
-    k = _pointer(k_ref, _scale(warp, TILE * row_bytes), _scale(group, row_bytes), _scale(i, 16))
-    q = _pointer(q_ref, _scale(group, row_bytes), _scale(i, 16))
-    acc = [_f32(0.0)] * 4
+    k = ptx.pointer(k_ref, ptx.times(warp, TILE * row_bytes), ptx.times(group, row_bytes), ptx.times(i, 16))
+    q = ptx.pointer(q_ref, ptx.times(group, row_bytes), ptx.times(i, 16))
+    acc = [ptx.f32(0.0)] * 4
     for r in range(step.head_dim // 32):
-        low, high, b = (_load_words(x, offset + 64 * r, 4) for x, offset in ((k, 0), (k, 8 * row_bytes), (q, 0)))
+        low, high, b = (ptx.load_words(x, offset + 64 * r, 4) for x, offset in ((k, 0), (k, 8 * row_bytes), (q, 0)))
         for j in (0, 2):
-            acc = _mma(acc, [low[j], high[j], low[j + 1], high[j + 1]], b[j:j + 2])
-    return _array([[arith.mulf(x, _f32(1 / BOOST)) for x in acc]], TILE)
+            acc = ptx.mma(acc, [low[j], high[j], low[j + 1], high[j + 1]], b[j:j + 2])
+    return _array([[arith.mulf(x, ptx.f32(1 / BOOST)) for x in acc]], TILE)
 
 
 def _add_open_values_body(step: Step, v_ref, p, acc) -> fa.FragmentedArray:
-    lane, warp = _lane_and_warp()
+    lane, warp = ptx.lane_and_warp()
     row_bytes = 2 * step.head_dim
     # Lane l gives the address of row l % 8 of 8 x 8 matrix l // 8: token half matrix // 2, channel half matrix % 2.
-    token = arith.addi(arith.andi(lane, _i32(7)), arith.andi(arith.shrui(lane, _i32(1)), _i32(8)))
-    channel = arith.andi(lane, _i32(8))
-    v = _pointer(v_ref, _scale(warp, TILE * row_bytes), _scale(token, row_bytes), _scale(channel, 2))
+    token = arith.addi(arith.andi(lane, ptx.i32(7)), arith.andi(arith.shrui(lane, ptx.i32(1)), ptx.i32(8)))
+    channel = arith.andi(lane, ptx.i32(8))
+    v = ptx.pointer(v_ref, ptx.times(warp, TILE * row_bytes), ptx.times(token, row_bytes), ptx.times(channel, 2))
     [b] = _probability_operands(p)
     tiles = _accumulators(acc)
     code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
     for column in range(len(tiles)):
-        address = arith.addi(v, _i32(2 * TILE * column))
+        address = arith.addi(v, ptx.i32(2 * TILE * column))
         # Reads shared memory: must stay behind the wait for the copy that wrote it.
         i32 = ir.IntegerType.get_signless(32)
         out = llvm.inline_asm(
             llvm.StructType.get_literal([i32] * 4), [address], code, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         a = [llvm.extractvalue(i32, out, [j]) for j in range(4)]
-        tiles[column] = _mma(tiles[column], a, b)
+        tiles[column] = ptx.mma(tiles[column], a, b)
     return _array(tiles, step.head_dim)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVFormat, mma_sm90
-from pallas_kernels.paged_attention import fragments
+from pallas_kernels.paged_attention import fragments, instructions
 
 LANE = np.arange(32, dtype=np.uint32)
 
@@ -45,12 +45,14 @@ def on_numpy(monkeypatch):
 
     names = {"addi": np.add, "muli": np.multiply, "divui": np.floor_divide, "remui": np.remainder, "andi": np.bitwise_and,
              "shrui": np.right_shift, "shli": np.left_shift}
-    monkeypatch.setattr(fragments, "arith", types.SimpleNamespace(
+    arith = types.SimpleNamespace(
         **{name: lanes(f) for name, f in names.items()}, subf=np.subtract, select=np.where, cmpi=lambda _, a, b: a == b,
-        CmpIPredicate=types.SimpleNamespace(eq=None)))
-    monkeypatch.setattr(fragments, "_i32", lambda value: np.uint32(value & 0xFFFFFFFF))
-    monkeypatch.setattr(fragments, "_load_words", load)
-    monkeypatch.setattr(fragments, "_asm", lambda code, constraints, operands: instruction(code, operands))
+        CmpIPredicate=types.SimpleNamespace(eq=None))
+    for module in (fragments, instructions):
+        monkeypatch.setattr(module, "arith", arith)
+    monkeypatch.setattr(instructions, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
+    monkeypatch.setattr(instructions, "load_words", load)
+    monkeypatch.setattr(instructions, "asm", lambda code, constraints, operands: instruction(code, operands))
     return memory
 
 
@@ -83,9 +85,9 @@ def test_value_operands_hold_the_codes_of_the_warp(on_numpy, monkeypatch, head_d
     on_numpy.append(np.asarray(mma_sm90.pack_values(jnp.asarray(codes), bits)))
     tiles = tiles_of(codes, "values").swapaxes(0, 1).reshape(-1, 32, 4, 2)
     step = fragments.Step(KVFormat(v_bits=bits, layout="mma_sm90").page_layout(head_dim), warps_per_page, use_twins=False)
-    monkeypatch.setattr(fragments, "_pointer", lambda ref, page, lane: lane)
+    monkeypatch.setattr(instructions, "pointer", lambda ref, page, lane: lane)
     for warp in range(warps_per_page):
-        monkeypatch.setattr(fragments, "_lane_and_warp", lambda warp=warp: (LANE, np.uint32(warp)))
+        monkeypatch.setattr(instructions, "lane_and_warp", lambda warp=warp: (LANE, np.uint32(warp)))
         operands = fragments._value_operands(step, None)
         for octet in range(step.octets):
             check_registers(operands.run(octet), tiles[8 * (warp * step.octets + octet):], bits)

@@ -25,7 +25,8 @@ def test_every_bit_of_the_words_is_used(bits):
 
 @pytest.mark.parametrize("operand", ["key", "value"])
 @pytest.mark.parametrize(("bits", "row", "column"), [
-    (2, 0, 0), (2, 77, 13), (4, 127, 63), (8, 9, 31), (16, 18, 20), *((3, row, column) for row in (0, 25, 40, 127) for column in (3, 58))])
+    (2, 0, 0), (2, 77, 13), (4, 127, 63), (8, 9, 31), (16, 18, 20),
+    *((3, row, column) for row in (0, 25, 40, 127) for column in (3, 58))])
 def test_where_one_code_goes(operand, bits, row, column):
     """A single code of all ones, against the layout worked out from the register order of the instruction."""
     codes = np.zeros((128, 64), np.uint32)
