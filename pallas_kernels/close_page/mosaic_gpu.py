@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_format import QUANT_BITS, KVFormat
-from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE, TOKEN_TILES, TOKENS, third_bit_position
+from pallas_kernels.mma_sm90 import QUAD_WORDS, THREE_BIT_FIELDS, TILE, TOKEN_TILES, TOKENS
 from pallas_kernels.page_layout import PageLayout
 
 HEAD_DIMS = (64, 128, 256)
@@ -165,7 +164,14 @@ def _close_key_tiles(segment: _Segment, k_ref, token, num_sinks, out_ref, pair, 
     for j, words in enumerate(scales):
         for half_row, word in zip((0, segment.tiles), words):
             _store_key_scales(word, out_ref, segment.scale_row, half_row + 2 * pair, j if tiles == 2 else None)
-    _pack(codes, segment.bits, pair, segment.tiles, segment.code_row, out_ref)
+    if segment.bits == 3 and tiles == 2:
+        octets = [[c for tile in codes for c in tile[4 * half:4 * half + 4]] for half in range(2)]
+        _pack_three(octets, out_ref, segment.code_row + pair * 3 * _QUAD_ROWS)
+    elif segment.bits == 3:
+        _pack_three(codes, out_ref, segment.code_row + pair * 3 * _QUAD_ROWS)
+    else:
+        row = segment.code_row + pair * TOKEN_TILES * segment.bits // 8 * _QUAD_ROWS
+        _pack([c for tile in codes for c in tile], segment.bits, out_ref, row)
 
 
 def _key_group(x: list, token, num_sinks, bits: int):
@@ -201,31 +207,32 @@ def _close_values(layout: PageLayout, v_ref, out_ref) -> None:
     """v_ref: one page's values. Writes their planes."""
     bits, tiles = layout.fmt.v_bits, layout.head_dim // TILE
     rows = {name: first // _ROW_WORDS for name, (first, _) in layout.planes().items()}
+    at_once = 32 // tiles  # token tiles: 64 loads are on their way at once
 
-    def load(m: int, e: int, c):
-        return _load(v_ref.at[m, :, :, :, e, c], (0, 2, 3, 4, 1, 5))
+    @pl.loop(0, TOKEN_TILES // at_once)
+    def _(part):
+        token_tiles = [part * at_once + m for m in range(at_once)]
+        columns = [[[_load(v_ref.at[m, :, :, :, e, c], (0, 2, 3, 4, 1, 5)) for c in range(tiles)] for e in range(2)]
+                   for m in token_tiles]
+        codes = []
+        for m, halves in zip(token_tiles, columns):
+            if bits in QUANT_BITS:
+                encoded = [_close_token(x, bits, e, out_ref.at[rows["v_scales"] + m]) for e, x in enumerate(halves)]
+            else:
+                encoded = [[_high_half(y, 0) for y in x] for x in halves]
+            codes += zip(*encoded)
+        row = rows["v_codes"] + part * at_once * tiles * bits // 16 * _QUAD_ROWS
+        if bits == 3:
+            _pack_three([codes[i:i + 8] for i in range(0, len(codes), 8)], out_ref, row)
+        else:
+            _pack(codes, bits, out_ref, row)
 
-    groups = {}
-    if bits in QUANT_BITS:
-        for m, e in itertools.product(range(TOKEN_TILES), range(2)):
-            x = [load(m, e, c) for c in range(tiles)]
-            groups[m, e] = _scale_offset(_reduce(jnp.minimum, jnp.min, x), _reduce(jnp.maximum, jnp.max, x), bits)
-        # Only now: the compiler moves no load across a store, and many loads must be on their way at once.
-        for (m, e), (scale, offset) in groups.items():
-            word = _high_half(scale, 0) | _high_half(offset, 16)
-            out_ref.at[rows["v_scales"] + m, :, :, :, e].transpose((0, 2, 1, 3))[...] = word
-            groups[m, e] = _inverse(scale), offset
 
-    def encode(m: int, e: int, c):
-        if bits not in QUANT_BITS:
-            return _high_half(load(m, e, c), 0)
-        inverse, offset = (_over_group(y) for y in groups[m, e])
-        return _codes(load(m, e, c), inverse, offset, bits)
-
-    @pl.loop(0, tiles // 2)
-    def _(pair):
-        codes = [[[encode(m, e, 2 * pair + j) for e in range(2)] for m in range(TOKEN_TILES)] for j in range(2)]
-        _pack(codes, bits, pair, tiles, rows["v_codes"], out_ref)
+def _close_token(x: list, bits: int, e: int, scale_ref) -> list:
+    """Codes of a token's channels in the tiles x[c]; writes its scale and offset."""
+    scale, offset = _scale_offset(_reduce(jnp.minimum, jnp.min, x), _reduce(jnp.maximum, jnp.max, x), bits)
+    scale_ref.at[:, :, :, e].transpose((0, 2, 1, 3))[...] = _high_half(scale, 0) | _high_half(offset, 16)
+    return [_codes(y, _over_group(_inverse(scale)), _over_group(offset), bits) for y in x]
 
 
 # Both.
@@ -277,25 +284,28 @@ def _codes(x, inverse, offset, bits: int):
     return jnp.clip(jnp.round((x - offset) * inverse), 0, (1 << bits) - 1).astype(jnp.uint32)
 
 
-def _pack(codes: list[list[Any]], bits: int, pair, tiles: int, row: int, out_ref) -> None:
-    """Writes the quads of one or two channel tiles.
+def _pack(codes: list, bits: int, out_ref, row) -> None:
+    """Writes the quads of tiles in a row, codes[tile][e], from row `row` on."""
+    fields = 16 // bits
+    for quad in range(len(codes) // fields):
+        parts = [(codes[quad * fields + f][e], bits, bits * f + 16 * e) for f in range(fields) for e in range(2)]
+        _store_quad(_joined(parts), out_ref, row + quad * _QUAD_ROWS)
 
-    Args:
-      codes: [tile j][m][e], uint32.
-      pair: the tiles are 2 * pair and 2 * pair + 1.
-      tiles: channel tiles of the plane.
-      row: first row of the plane.
-    """
-    low_bits = 2 if bits == 3 else bits
-    fields, quads = 16 // low_bits, TOKEN_TILES * low_bits // 16
-    for j, tile in enumerate(codes):
-        for quad in range(quads):
-            word = _joined([(tile[quad * fields + f][e], low_bits, low_bits * f + 16 * e) for f in range(fields) for e in range(2)])
-            _store_quad(word, out_ref, row + ((2 * pair + j) * quads + quad) * _QUAD_ROWS)
-    if bits == 3:
-        third = [(tile[m][e] >> 2, 1, third_bit_position(8 * j + m) + 16 * e)
-                 for j, tile in enumerate(codes) for m in range(TOKEN_TILES) for e in range(2)]
-        _store_quad(_joined(third), out_ref, row + (tiles + pair) * _QUAD_ROWS)
+
+def _pack_three(octets: list[list], out_ref, row) -> None:
+    """The same for octets of 3-bit codes, [octet][tile][e]; the first is one of even number."""
+    for first in range(0, len(octets), 2):
+        parts: list[list] = [[], [], []]  # of the quads
+        for odd, octet in enumerate(octets[first:first + 2]):
+            for e in range(2):
+                places = [(2 * odd, 16 * e), (1, 16 * e + 8 * odd)]  # quad and bit of the octet's x and y
+                for code, (part, bit) in zip(octet[:7], THREE_BIT_FIELDS):
+                    parts[places[part][0]].append((code[e], 3, places[part][1] + bit))
+                parts[places[0][0]].append((octet[7][e], 1, places[0][1] + 15))
+                parts[1].append((octet[7][e] >> 1, 2, places[1][1] + THREE_BIT_FIELDS[7][1]))
+        for quad, fields in enumerate(parts):
+            if fields:
+                _store_quad(_joined(fields), out_ref, row + (first // 2 * 3 + quad) * _QUAD_ROWS)
 
 
 def _joined(fields: list[tuple[Any, int, int]]):

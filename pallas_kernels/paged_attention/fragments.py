@@ -10,9 +10,11 @@ for another. All arrays have a leading axis of 4 warps:
 Every array lies in registers as the accumulator of `mma.m16n8k16` does (`ROWS`), so that softmax between the two products is
 elementwise code in Pallas; `movmatrix` turns it into the second product's operand without shared memory.
 
-Codes of 2, 3 and 4 bits become bfloat16 by one or two logical instructions a pair of codes: `(word & mask) | exponent` is the
-number 2**(7 - offset) + code for a code that starts at mantissa bit `offset`. That bias is not removed element by element: it is
-the same for all codes of a bit field, so its product with the other operand is one more tensor-core tile a page.
+Codes of up to 8 bits are operands as they are: a half word whose upper byte is zero is, as a bfloat16, its lower byte times 2**-133
+(subnormal numbers, and the first normal ones, which are spaced alike). So one logical instruction, which clears the other fields,
+makes a pair of operands; there is no exponent to set and no bias to remove. A code at bit b counts 2**b-fold. The first field of a
+byte is not even masked: its operand is the whole byte, and what it has too much is subtracted from the sums (`_separated`).
+So that no product is too small for a float32, queries and softmax weights come 2**64-fold (`BOOST`).
 
 Every function here has a twin in plain JAX (`use_twins=True`), which computes the same from the same words; the interpreter runs
 those, because it cannot run inlined instructions.
@@ -28,15 +30,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import mma_sm90
 from pallas_kernels.kv_format import QUANT_BITS, KVFormat
-from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE, TOKEN_TILES
+from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE
 from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.paged_attention import instructions as ptx
+from pallas_kernels.paged_attention.instructions import WARPS
+from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.quantize import bits_to_float32
 
-WARPS = 4
 QUERY_ROWS = 8  # the N of the instruction
 OPEN_TOKENS = WARPS * TILE  # tokens of an unquantised tile: a token tile a warp
 
@@ -46,7 +50,10 @@ PER_ROW = ROWS.reduce(2)  # [4, M]: one number a token
 PER_QUERY = ROWS.reduce(1)  # [4, 8]: one number a query row
 QUERIES = ROWS.reduce((0, 1))  # [8]
 
-_ONE = 0x3F803F80  # a pair of bfloat16 1.0
+# Queries and softmax weights are this much larger than they are: products with codes, which are tiny as bfloat16, become normal.
+BOOST = 2.0**64
+_QUAD_BYTES = 4 * QUAD_WORDS
+_LSB = -133  # the last bit of a subnormal bfloat16 is 2 ** _LSB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +86,11 @@ class Step:
     def token_tiles(self) -> int:
         return self.tokens // TILE
 
+    @property
+    def octets(self) -> int:
+        """Octets of value tiles of a warp."""
+        return self.token_tiles * self.head_dim // TILE // 8
+
 
 def key_scores(step: Step, words_ref, q_ref, start: jax.Array) -> jax.Array:
     """Scores of the tokens of a step's pages, without the softmax scale.
@@ -86,7 +98,7 @@ def key_scores(step: Step, words_ref, q_ref, start: jax.Array) -> jax.Array:
     Args:
       step: compile-time shape.
       words_ref: uint32 SMEM [pages * key rows, H / 2], the keys' part of each page.
-      q_ref: bfloat16 SMEM [8, H].
+      q_ref: bfloat16 SMEM [8, H], times `BOOST`.
       start: float32 [4, 8] as `PER_QUERY`: what the sums begin with; 0, or very negative for a warp without a page.
 
     Returns:
@@ -110,32 +122,41 @@ def value_scales(step: Step, words_ref) -> tuple[jax.Array, jax.Array]:
     return body(lambda ctx, words: _load_value_scales(step, words))(words_ref)
 
 
-def add_values(step: Step, words_ref, p: jax.Array, acc: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds the values of a step's pages, weighted: acc - bias grows by sum over tokens of code * p.
+def add_values(step: Step, words_ref, p: jax.Array, acc: jax.Array) -> jax.Array:
+    """Adds the values of a step's pages, weighted: sum over tokens of code * p. `finished_values` gives the sum its unit.
 
     Args:
       step: compile-time shape.
       words_ref: uint32 SMEM [pages * value rows, H / 2], the values' part of each page.
-      p: float32 [4, M, 8] as `ROWS`, softmax weights times value scales; rounded to bfloat16 here.
+      p: float32 [4, M, 8] as `ROWS`, softmax weights times `BOOST` times value scales; rounded to bfloat16 here.
       acc: float32 [4, H, 8] as `ROWS`.
-      bias: float32 [4, 8, 8] as `ROWS`: what acc holds too much, in every channel the same; all 8 rows are equal.
 
     Returns:
-      acc and bias.
+      acc.
     """
     if step.use_twins:
         codes = _value_codes(step, words_ref[...].reshape(step.pages, -1)).reshape(WARPS, step.tokens, step.head_dim)
-        return acc + _dot("wth,wtn->whn", codes, _round(p)), bias
+        return acc + _dot("wth,wtn->whn", codes, _round(p))
     acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
-    bias_type = plgpu.ShapeDtypeStruct((WARPS, 8, QUERY_ROWS), jnp.float32, layout=ROWS)
-    body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, ROWS, ROWS), return_type=(acc_type, bias_type))
-    return body(lambda ctx, words, p, acc, bias: _AddValues(step, words, p, acc, bias).run())(words_ref, p, acc, bias)
+    body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS, ROWS), return_type=acc_type)
+    return body(lambda ctx, words, p, acc: _add_values_body(step, words, p, acc))(words_ref, p, acc)
+
+
+def finished_values(step: Step, acc: jax.Array) -> jax.Array:
+    """What `add_values` has added up, as the sum of codes (or values) times p."""
+    if step.use_twins or step.fmt.v_bits == 16:
+        return acc
+    acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
+    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=acc_type)(lambda ctx, acc: _finished_values_body(step, acc))(acc)
 
 
 def open_scores(step: Step, k_ref, q_ref) -> jax.Array:
-    """Scores float32 [4, 16, 8] as `ROWS` of a bfloat16 SMEM tile [64, H] of keys; warp w has the tokens 16 w … 16 w + 15."""
+    """Scores float32 [4, 16, 8] as `ROWS` of a bfloat16 SMEM tile [64, H] of keys; warp w has the tokens 16 w … 16 w + 15.
+
+    q_ref: bfloat16 SMEM [8, H], times `BOOST`.
+    """
     if step.use_twins:
-        return _dot("wth,nh->wtn", k_ref[...].reshape(WARPS, TILE, step.head_dim), q_ref[...])
+        return _dot("wth,nh->wtn", k_ref[...].reshape(WARPS, TILE, step.head_dim), q_ref[...]) / BOOST
     result = plgpu.ShapeDtypeStruct((WARPS, TILE, QUERY_ROWS), jnp.float32, layout=ROWS)
     body = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=result)
     return body(lambda ctx, k, q: _open_scores_body(step, k, q))(k_ref, q_ref)
@@ -150,20 +171,28 @@ def add_open_values(step: Step, v_ref, p: jax.Array, acc: jax.Array) -> jax.Arra
     return body(lambda ctx, v, p, acc: _add_open_values_body(step, v, p, acc))(v_ref, p, acc)
 
 
-def rescale(step: Step, acc: jax.Array, bias: jax.Array, alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """acc and bias (as in `add_values`) times alpha, float32 [4, 8] as `PER_QUERY`; a warp whose alphas are all 1 skips it."""
+def rescale(step: Step, acc: jax.Array, alpha: jax.Array) -> jax.Array:
+    """acc (as in `add_values`) times alpha, float32 [4, 8] as `PER_QUERY`; a warp whose alphas are all 1 skips it."""
     if step.use_twins:
-        return acc * alpha[:, None], bias * alpha[:, None]
-    acc_type, bias_type = (
-        plgpu.ShapeDtypeStruct((WARPS, rows, QUERY_ROWS), jnp.float32, layout=ROWS) for rows in (step.head_dim, 8))
-    body = plgpu.inline_mgpu(arg_types=(ROWS, ROWS, PER_QUERY), return_type=(acc_type, bias_type))
-    return body(lambda ctx, acc, bias, alpha: _rescale_body(step, acc, bias, alpha))(acc, bias, alpha)
+        return acc * alpha[:, None]
+    acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
+    body = plgpu.inline_mgpu(arg_types=(ROWS, PER_QUERY), return_type=acc_type)
+    return body(lambda ctx, acc, alpha: _rescale_body(step, acc, alpha))(acc, alpha)
 
 
 def warp_done(step: Step) -> None:
     """Waits until all lanes of the warp are here: what only this warp reads in shared memory may be written anew."""
     if not step.use_twins:
         plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warp_barrier())()
+
+
+def warps_of_this_thread(step: Step) -> list:
+    """Warps that this program must speak for, as int32 scalars: the thread's own one, or all of them where there are no threads."""
+    if step.use_twins:
+        return [np.int32(warp) for warp in range(WARPS)]
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    body = plgpu.inline_mgpu(return_type=result)
+    return [body(lambda ctx: fa.FragmentedArray.splat(ptx.lane_and_warp()[1], (), is_signed=True))()]
 
 
 # Twins.
@@ -179,7 +208,7 @@ def _round(x: jax.Array) -> jax.Array:
 
 def _key_scores_twin(step: Step, words, q, start) -> jax.Array:
     layout = step.layout
-    words, q = words.reshape(step.pages, -1), q.astype(jnp.float32)
+    words, q = words.reshape(step.pages, -1), q.astype(jnp.float32) / BOOST
     total = jnp.zeros((step.pages, mma_sm90.TOKENS, QUERY_ROWS), jnp.float32)
     for segment in _key_segments(layout):
         channels = slice(segment.channel, segment.channel + segment.channels)
@@ -235,85 +264,11 @@ def _value_scale_word(step: Step) -> int:
     return step.layout.planes()["v_scales"][0] - step.layout.key_words
 
 
-# Instructions.
-
-
-def _i32(value: int) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    value &= 0xFFFFFFFF
-    return mgpu.utils.c(value - (1 << 32) if value >= 1 << 31 else value, i32)
-
-
-def _f32(value: float) -> ir.Value:
-    return mgpu.utils.c(value, ir.F32Type.get())
-
-
-def _asm(code: str, constraints: str, operands: list[ir.Value], results: int = 1, kind=None):
-    """Inline PTX without side effects. `kind`: MLIR type of the results, int32 for None."""
-    kind = kind or ir.IntegerType.get_signless(32)
-    if results == 1:
-        return llvm.inline_asm(kind, operands, code, constraints)
-    out = llvm.inline_asm(llvm.StructType.get_literal([kind] * results), operands, code, constraints)
-    return [llvm.extractvalue(kind, out, [i]) for i in range(results)]
-
-
-def _mma(acc: list[ir.Value], a: list[ir.Value], b: list[ir.Value]) -> list[ir.Value]:
-    """acc (4 float32) + a (4 bfloat16 pairs) x b (2 pairs)."""
-    code = ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};")
-    return _asm(code, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", [*a, *b, *acc], 4, ir.F32Type.get())
-
-
-def _shift(x: ir.Value, right: int) -> ir.Value:
-    if right == 0:
-        return x
-    return arith.shrui(x, _i32(right)) if right > 0 else arith.shli(x, _i32(-right))
-
-
-def _lop3(a: ir.Value, b: int, c: int | ir.Value, table: int) -> ir.Value:
-    if isinstance(c, int):
-        return _asm(f"lop3.b32 $0, $1, {b}, {c}, {table};", "=r,r", [a])
-    return _asm(f"lop3.b32 $0, $1, {b}, $2, {table};", "=r,r,r", [a, c])
-
-
-def _and_or(x: ir.Value, mask: int, other: int | ir.Value) -> ir.Value:
-    return _lop3(x, mask, other, 0xEA)  # (a & b) | c
-
-
-def _mul_pairs(a: ir.Value, b: ir.Value) -> ir.Value:
-    return _asm("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b])
-
-
-def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
-    return arith.andi(thread, _i32(31)), arith.andi(arith.shrui(thread, _i32(5)), _i32(WARPS - 1))
-
-
-def _pointer(ref: ir.Value, *byte_offsets: ir.Value | int) -> ir.Value:
-    """Address of a shared-memory ref plus offsets, as an i32: shared memory addresses are 32 bits wide."""
-    i32 = ir.IntegerType.get_signless(32)
-    address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
-    for offset in byte_offsets:
-        address = arith.addi(address, _i32(offset) if isinstance(offset, int) else offset)
-    return address
-
-
-def _load_words(address: ir.Value, offset: int, count: int) -> list[ir.Value]:
-    """`count` (1, 2 or 4) neighbouring words of shared memory at byte `offset` from `address`."""
-    i32 = ir.IntegerType.get_signless(32)
-    pointer = llvm.inttoptr(llvm.PointerType.get(3), arith.addi(address, _i32(offset)) if offset else address)
-    if count == 1:
-        return [llvm.load(i32, pointer, alignment=4)]
-    words = llvm.load(ir.VectorType.get((count,), i32), pointer, alignment=4 * count)
-    return [llvm.extractelement(words, _i32(j)) for j in range(count)]
-
-
-def _scale(x: ir.Value, factor: int) -> ir.Value:
-    return arith.muli(x, _i32(factor))
+# Arrays and their registers.
 
 
 def _split_pair(register: ir.Value) -> list[ir.Value]:
-    return [llvm.extractelement(register, _i32(j)) for j in range(2)]
+    return [llvm.extractelement(register, ptx.i32(j)) for j in range(2)]
 
 
 def _accumulators(array: fa.FragmentedArray) -> list[list[ir.Value]]:
@@ -331,7 +286,7 @@ def _array(tiles: list[list[ir.Value]], rows: int) -> fa.FragmentedArray:
     for i in range(0, len(flat), 2):
         vector = llvm.mlir_undef(pair)
         for j in range(2):
-            vector = llvm.insertelement(vector, flat[i + j], _i32(j))
+            vector = llvm.insertelement(vector, flat[i + j], ptx.i32(j))
         registers.append(vector)
     shape = layout.registers_shape((WARPS, rows, QUERY_ROWS))
     out = np.empty(len(registers), dtype=object)
@@ -339,98 +294,98 @@ def _array(tiles: list[list[ir.Value]], rows: int) -> fa.FragmentedArray:
     return fa.FragmentedArray(_registers=out.reshape(shape), _layout=layout, _is_signed=None)
 
 
-# Unpacking.
+# Operands.
 
 
-def field_offset(field: int) -> tuple[int, int]:
-    """(shift, mantissa bit) of 2-bit field 0 … 7: after `word >> shift` it starts at that bit of each half."""
-    shift = (0, 0, 0, 6, 6, 6, 10, 10)[field]
-    return shift, 2 * field - shift
+def field_bit(bits: int, tile: int) -> int:
+    """The bit at which an operand of tile `tile` of an octet holds its code."""
+    if bits == 3:
+        return (0, 3, 2, 5)[tile % 4]
+    return tile * bits % 8
 
 
-def field_bias(bits: int, field: int) -> int:
-    """What an unpacked code of that field is too large by."""
-    if bits in (2, 3):
-        return 1 << (7 - field_offset(field)[1])
-    return 128 if bits == 4 else 0
+def _units(bits: int, tiles: int) -> list[float]:
+    """What sums over operands are multiplied by to be sums over codes, for each tile from the first of an octet on."""
+    return [1.0 if bits == 16 else 2.0**-(_LSB + field_bit(bits, t)) for t in range(tiles)]
 
 
-class _Unpacker:
-    """Codes of some of the 8 token tiles of an operand tile column, as bfloat16 pairs.
+def _byte_fields(words: list[ir.Value], bits: int, count: int, high: bool) -> list[list[ir.Value]]:
+    """Operands of the first `count` fields of the low or the high byte of each half. The first one's holds all of them."""
+    if high:
+        words = first = [ptx.asm("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [w]) for w in words]
+    else:
+        first = [ptx.masked(w, (1 << bits * count) - 1) for w in words]
+    return [first, *([ptx.masked(w, ((1 << bits) - 1) << bits * f) for w in words] for f in range(1, count))]
 
-    `base` is the lane's address of the plane's first quad; `sub` the warp's place in its page (an i32), whose `token_tiles` tiles
-    start at tile `sub * token_tiles`.
+
+def _separated(sums: list[list[ir.Value]], bits: int) -> list[list[ir.Value]]:
+    """Sums over each tile's own field, from sums over operands, of which a byte's first one holds the others' fields as well."""
+    out, fields = list(sums), 8 // bits if bits in (2, 4) else 1
+    for first in range(0, len(out), fields):
+        for other in sums[first + 1:first + fields]:
+            out[first] = [arith.subf(x, y) for x, y in zip(out[first], other)]
+    return out
+
+
+def _three_bit_octet(base: ir.Value, quad: int, odd: int | ir.Value) -> list[list[ir.Value]]:
+    """Operands of the first or the second octet (`odd`: 0, 1 or an i32) of the three quads from `quad` on."""
+    if isinstance(odd, int):
+        x = ptx.load_words(base, (quad + 2 * odd) * _QUAD_BYTES, 4)
+        y = [ptx.shift(w, 8 * odd) for w in ptx.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+    else:
+        x = ptx.load_words(arith.addi(base, ptx.times(odd, 2 * _QUAD_BYTES)), quad * _QUAD_BYTES, 4)
+        y = [arith.shrui(w, ptx.times(odd, 8)) for w in ptx.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+    middle, far = ([ptx.shift(w, by) for w in x] for by in (4, 10))
+    places = ((x, 0), (x, 3), (middle, 2), (middle, 5), (y, 0), (y, 3), (far, 2))
+    out = [[ptx.masked(w, 7 << bit) for w in words] for words, bit in places]
+    return [*out, [ptx.masked_or(high, 0x00C000C0, ptx.masked(low, 0x20)) for high, low in zip(y, far)]]
+
+
+class _Operands:
+    """Operands A of a warp's tiles, four registers of code pairs each.
+
+    Run k is `length` tiles (8, 4 or 2) from tile 8 * k + `length` * `sub` on, `sub` an i32, or None for 0. Of 3 bits it is octet
+    k, or octet k + `sub` where `sub` is not None, for even k.
     """
 
-    def __init__(self, bits: int, columns: int, base: ir.Value, sub: ir.Value, token_tiles: int):
-        self.bits, self.base, self.sub, self.token_tiles = bits, base, sub, token_tiles
-        self.fields = 16 // (2 if bits == 3 else bits)
-        # Does a warp's share of the tiles fill whole quads, so that its fields are known at compile time?
-        self.static = token_tiles % self.fields == 0
-        if token_tiles < TOKEN_TILES:
-            first_quad = arith.divui(_scale(sub, token_tiles), _i32(self.fields))
-            self.base = arith.addi(base, _scale(first_quad, QUAD_WORDS * 4))
-        self.third_base = arith.addi(base, _i32(columns * TOKEN_TILES // 8 * QUAD_WORDS * 4))
+    def __init__(self, bits: int, base: ir.Value, length: int, sub: ir.Value | None):
+        self.bits, self.base, self.length, self.sub = bits, base, length, sub
+        self.fields = 16 // bits  # of a half word
+        self.shift = None
+        if sub is not None and bits != 3:
+            start = ptx.times(sub, length)
+            self.base = arith.addi(base, ptx.times(arith.divui(start, ptx.i32(self.fields)), _QUAD_BYTES))
+            if length < self.fields:
+                self.shift = ptx.times(arith.remui(start, ptx.i32(self.fields)), bits)
 
-    def tiles(self, column: int) -> list[list[ir.Value]]:
-        """Registers a = 0 … 3 of each of the warp's token tiles."""
-        quads: dict[int, list[ir.Value]] = {}
+    def run(self, k: int) -> list[list[ir.Value]]:
+        if self.bits == 3:
+            return _three_bit_octet(self.base, k // 2 * 3, k % 2 if self.sub is None else self.sub)
         out = []
-        for m in range(self.token_tiles):
-            quad = column * TOKEN_TILES // self.fields + m // self.fields
-            if quad not in quads:
-                quads[quad] = self._load(quad)
-            field = m % self.fields
-            if self.bits == 3:
-                third = self._third_bits(column, m)
-                out.append([self._two_bits(w, field, t) for w, t in zip(quads[quad], third)])
-            else:
-                out.append([self._code(w, field) for w in quads[quad]])
+        for quad in range(cdiv(self.length, self.fields)):
+            words = ptx.load_words(self.base, (k * 8 // self.fields + quad) * _QUAD_BYTES, 4)
+            if self.bits == 16:
+                out.append(words)
+                continue
+            if self.shift is not None:
+                words = [arith.shrui(w, self.shift) for w in words]
+            for high in range(2 if self.length >= self.fields else 1):
+                out += _byte_fields(words, self.bits, min(8 // self.bits, self.length), bool(high))
         return out
 
-    def bias(self, m: int) -> int:
-        return field_bias(self.bits, m % self.fields)
-
-    def _load(self, quad: int) -> list[ir.Value]:
-        words = _load_words(self.base, quad * QUAD_WORDS * 4, 4)
-        if self.static:
-            return words
-        first_field = arith.remui(_scale(self.sub, self.token_tiles), _i32(self.fields))
-        shift = _scale(first_field, 16 // self.fields)
-        return [arith.shrui(w, shift) for w in words]
-
-    def _code(self, word: ir.Value, field: int) -> ir.Value:
-        if self.bits == 2:
-            return self._two_bits(word, field, None)
-        if self.bits == 4:
-            return _and_or(_shift(word, 4 * field), 0x000F000F, 0x43004300)
-        if self.bits == 8:
-            word = _shift(word, 8 * field)
-            low, high = _and_or(word, 0x000F000F, 0x43004300), _and_or(_shift(word, 4), 0x000F000F, 0x43004300)
-            # (128 + high) * 16 - 2176 = 16 high - 128, exactly; plus 128 + low.
-            high = _asm("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [high, _i32(0x41804180), _i32(0xC508C508)])
-            return _asm("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [low, high])
-        return word
-
-    def _two_bits(self, word: ir.Value, field: int, third: ir.Value | None) -> ir.Value:
-        shift, offset = field_offset(field)
-        exponent = (134 - offset) << 7
-        code = _and_or(_shift(word, shift), 0x00030003 << offset, exponent << 16 | exponent)
-        if third is None:
-            return code
-        return _and_or(third, 0x00040004 << offset, code)
-
-    def _third_bits(self, column: int, m: int) -> list[ir.Value]:
-        """The words of the third-bit plane, shifted so that tile m's bit stands two bits above the field's offset."""
-        tile = column * TOKEN_TILES
-        quad, parity = tile // 16, tile % 16 // 8
-        words = _load_words(self.third_base, quad * QUAD_WORDS * 4, 4)
-        target = field_offset(m % self.fields)[1] + 2
-        if self.token_tiles == TOKEN_TILES:
-            return [_shift(w, mma_sm90.third_bit_position(8 * parity + m) - target) for w in words]
-        place = arith.addi(_scale(self.sub, 2 * self.token_tiles), _i32(2 * m + 2))
-        place = arith.addi(arith.andi(place, _i32(15)), _i32(parity))
-        return [_shift(arith.andi(arith.shrui(w, place), _i32(0x00010001)), -target) for w in words]
+    def pair(self, k: int, columns: int):
+        """Of key tiles: (column, token tile, operand) of the columns 2 * k and 2 * k + 1, or of the first of them alone."""
+        if self.bits != 3:
+            yield from ((c, m, a) for c in range(columns) for m, a in enumerate(self.run(2 * k + c)))
+        elif columns == 2:
+            octets = [self.run(2 * k)] if self.sub is not None else [self.run(2 * k), self.run(2 * k + 1)]
+            yield from ((c, 4 * o + f, octet[4 * c + f]) for c in (0, 1) for o, octet in enumerate(octets) for f in range(4))
+        else:
+            octet = _three_bit_octet(self.base, 3 * k, 0)
+            if self.sub is not None:
+                first = arith.cmpi(arith.CmpIPredicate.eq, self.sub, ptx.i32(0))
+                octet = [[arith.select(first, x, y) for x, y in zip(octet[f], octet[f + 4])] for f in range(4)]
+            yield from ((0, m, a) for m, a in enumerate(octet))
 
 
 class _KeyScores:
@@ -438,177 +393,154 @@ class _KeyScores:
 
     def __init__(self, step: Step, words_ref, q_ref, start: fa.FragmentedArray):
         self.step = step
-        lane, warp = _lane_and_warp()
-        group, self.i = arith.shrui(lane, _i32(2)), arith.andi(lane, _i32(3))
-        self.sub = arith.remui(warp, _i32(step.warps_per_page))
-        page = arith.divui(warp, _i32(step.warps_per_page))
-        self.page = _pointer(words_ref, _scale(page, step.layout.key_words * 4))
-        self.codes = arith.addi(self.page, _scale(lane, 16))
-        self.q = _pointer(q_ref, _scale(group, step.head_dim * 2))
+        lane, warp = ptx.lane_and_warp()
+        group, self.i = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
+        self.sub = None if step.warps_per_page == 1 else arith.remui(warp, ptx.i32(step.warps_per_page))
+        page = arith.divui(warp, ptx.i32(step.warps_per_page))
+        self.page = ptx.pointer(words_ref, ptx.times(page, step.layout.key_words * 4))
+        self.codes = arith.addi(self.page, ptx.times(lane, 16))
+        self.q = ptx.pointer(q_ref, ptx.times(group, step.head_dim * 2))
         self.start = [value for register in start.registers.reshape(-1) for value in _split_pair(register)]
 
     def run(self) -> fa.FragmentedArray:
-        first = [*self.start, *self.start]
-        first_per_tile = [first] * self.step.token_tiles
-        operands = []
+        scores = [[*self.start, *self.start]] * self.step.token_tiles
         for segment in _key_segments(self.step.layout):
-            q = self._pairs(self.q, 2 * segment.channel, segment.tiles)
-            unpacker = _Unpacker(
-                segment.bits, segment.tiles, arith.addi(self.codes, _i32(segment.code_word * 4)), self.sub,
-                self.step.token_tiles)
-            if segment.bits in QUANT_BITS:
-                scale_byte = segment.scale_word * 4
-                scales = self._pairs(self.page, scale_byte, segment.tiles)
-                offsets = self._pairs(self.page, scale_byte + 2 * segment.channels, segment.tiles)
-                for z, b in zip(offsets, q):
-                    first_per_tile = self._add_to_all(first_per_tile, [z[0], z[0], z[1], z[1]], b)
-                q = [[_mul_pairs(x, s) for x, s in zip(b, scale)] for b, scale in zip(q, scales)]
-            operands.append((unpacker, q))
-        for unpacker, q in operands:
-            first_per_tile = self._remove_bias(first_per_tile, unpacker, q)
-        scores = first_per_tile
-        for unpacker, q in operands:
-            for column, b in enumerate(q):
-                scores = [_mma(c, a, b) for c, a in zip(scores, unpacker.tiles(column))]
+            sums, rest = self._segment(segment)
+            units = _units(segment.bits, self.step.token_tiles)
+            scores = [[ptx.fma(r, 1 / BOOST, x) for r, x in zip(rest, tile)] for tile in scores] if rest else scores
+            scores = [[ptx.fma(x, unit / BOOST, y) for x, y in zip(*tiles)] for *tiles, unit in zip(sums, scores, units)]
         return _array(scores, self.step.tokens)
 
-    def _add_to_all(self, tiles, a, b):
-        """The same product added to every tile; they are still one and the same at this point."""
-        assert all(t is tiles[0] for t in tiles)
-        return [_mma(tiles[0], a, b)] * len(tiles)
+    def _segment(self, segment: _Segment):
+        """Sums over the operands of each token tile, and the product of offsets and queries, the same for all tokens."""
+        operands = _Operands(segment.bits, arith.addi(self.codes, ptx.i32(segment.code_word * 4)), self.step.token_tiles, self.sub)
+        sums, rest = [[ptx.f32(0.0)] * 4] * self.step.token_tiles, [ptx.f32(0.0)] * 4
+        for k in range(cdiv(segment.tiles, 2)):
+            q = self._pairs(self.q, 2 * segment.channel, segment.tiles, k)
+            if segment.bits in QUANT_BITS:
+                scales, offsets = (
+                    self._pairs(self.page, segment.scale_word * 4 + byte, segment.tiles, k) for byte in (0, 2 * segment.channels))
+                for z, b in zip(offsets, q):
+                    rest = ptx.mma(rest, [z[0], z[0], z[1], z[1]], b)
+                q = [[ptx.mul_pairs(x, s) for x, s in zip(*pairs)] for pairs in zip(q, scales)]
+            for column, m, a in operands.pair(k, len(q)):
+                sums[m] = ptx.mma(sums[m], a, q[column])
+        return _separated(sums, segment.bits), rest if segment.bits in QUANT_BITS else None
 
-    def _remove_bias(self, tiles, unpacker: _Unpacker, q):
-        if not unpacker.bias(0):
-            return tiles
-        total = [_f32(0.0)] * 4
-        for b in q:
-            total = _mma(total, [_i32(_ONE)] * 4, b)
-        fma = "fma.rn.f32 $0, $1, $2, $3;"
-        return [
-            [_asm(fma, "=f,f,f,f", [t, _f32(-float(unpacker.bias(m))), c], kind=ir.F32Type.get()) for t, c in zip(total, tile)]
-            for m, tile in enumerate(tiles)]
-
-    def _pairs(self, base: ir.Value, byte: int, tiles: int) -> list[list[ir.Value]]:
-        """The lane's two pairs of neighbouring 16-bit channels, for each channel tile of an array at `byte` from `base`."""
-        out, address = [], arith.addi(base, _scale(self.i, 16))
-        for r in range(tiles // 2):
-            words = _load_words(address, byte + 64 * r, 4)
-            out += [words[:2], words[2:]]
-        if tiles % 2:
-            address = arith.addi(base, _scale(self.i, 8))
-            out.append(_load_words(address, byte + 64 * (tiles // 2), 2))
-        return out
+    def _pairs(self, base: ir.Value, byte: int, tiles: int, k: int) -> list[list[ir.Value]]:
+        """The lane's two pairs of neighbouring 16-bit channels, for the channel tiles 2 k and 2 k + 1 of an array at `byte`."""
+        if 2 * k + 1 < tiles:
+            words = ptx.load_words(arith.addi(base, ptx.times(self.i, 16)), byte + 64 * k, 4)
+            return [words[:2], words[2:]]
+        return [ptx.load_words(arith.addi(base, ptx.times(self.i, 8)), byte + 64 * k, 2)]
 
 
-def _rescale_body(step: Step, acc, bias, alpha) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
+def _rescale_body(step: Step, acc, alpha) -> fa.FragmentedArray:
     factors = [value for register in alpha.registers.reshape(-1) for value in _split_pair(register)]
-    all_one = _asm(
+    all_one = ptx.asm(
         "{.reg .pred p, q; setp.eq.f32 p, $1, 0f3F800000; setp.eq.and.f32 q, $2, 0f3F800000, p; "
         "vote.sync.all.pred p, q, 0xffffffff; selp.u32 $0, 1, 0, p;}", "=r,f,f", factors)
-    tiles = [*_accumulators(acc), *_accumulators(bias)]
-    flat = [value for tile in tiles for value in tile]
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, _i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
+    flat = [value for tile in _accumulators(acc) for value in tile]
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, ptx.i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(flat)
     with ir.InsertionPoint(branch.else_block):
         scf.yield_([arith.mulf(v, factors[j % 2]) for j, v in enumerate(flat)])
     results = list(branch.results)
-    count = len(results) - 2
-    return _array([results[i:i + 4] for i in range(0, count, 4)], step.head_dim), _array([results[count:]], 8)
+    return _array([results[i:i + 4] for i in range(0, len(results), 4)], step.head_dim)
 
 
-class _AddValues:
-    """Builds the body of `add_values`."""
+def _value_operands(step: Step, words_ref) -> _Operands:
+    lane, warp = ptx.lane_and_warp()
+    page, sub = (f(warp, ptx.i32(step.warps_per_page)) for f in (arith.divui, arith.remui))
+    base = ptx.pointer(words_ref, ptx.times(page, step.layout.value_words * 4), ptx.times(lane, 16))
+    octets, bits = step.octets, step.fmt.v_bits
+    if octets == 1 and bits == 3:  # two warps share the three quads of two octets
+        base = arith.addi(base, ptx.times(arith.divui(sub, ptx.i32(2)), 3 * _QUAD_BYTES))
+        return _Operands(bits, base, 8, arith.remui(sub, ptx.i32(2)))
+    return _Operands(bits, arith.addi(base, ptx.times(sub, octets * bits * _QUAD_BYTES // 2)), 8, None)
 
-    def __init__(self, step: Step, words_ref, p, acc, bias):
-        self.step, self.p, self.acc, self.bias = step, p, acc, bias
-        lane, warp = _lane_and_warp()
-        page = arith.divui(warp, _i32(step.warps_per_page))
-        codes = _pointer(words_ref, _scale(page, step.layout.value_words * 4), _scale(lane, 16))
-        self.unpacker = _Unpacker(
-            step.fmt.v_bits, step.head_dim // TILE, codes, arith.remui(warp, _i32(step.warps_per_page)), step.token_tiles)
 
-    def run(self) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
-        operands = _probability_operands(self.p)
-        acc = _accumulators(self.acc)
-        for column in range(0, len(acc), 2):  # two at a time: two independent chains of instructions
-            pair = [self.unpacker.tiles(c) for c in (column, column + 1)]
-            for m, b in enumerate(operands):
-                for c in (0, 1):
-                    acc[column + c] = _mma(acc[column + c], pair[c][m], b)
-        bias = self.bias
-        if self.unpacker.bias(0):
-            [rows] = _accumulators(self.bias)
-            rows = [*rows, *rows]
-            for m, b in enumerate(operands):
-                half = (126 + self.unpacker.bias(m).bit_length()) << 7  # a power of two as bfloat16
-                rows = _mma(rows, [_i32(half << 16 | half)] * 4, b)
-            bias = _array([rows[:2]], 8)
-        return _array(acc, self.step.head_dim), bias
+def _add_values_body(step: Step, words_ref, p, acc) -> fa.FragmentedArray:
+    operands, b, sums = _value_operands(step, words_ref), _probability_operands(p), _accumulators(acc)
+    for octet in range(step.octets):
+        for f, a in enumerate(operands.run(octet)):
+            m, column = divmod(8 * octet + f, len(sums))
+            sums[column] = ptx.mma(sums[column], a, b[m])
+    return _array(sums, step.head_dim)
+
+
+def _finished_values_body(step: Step, acc) -> fa.FragmentedArray:
+    sums = _separated(_accumulators(acc), step.fmt.v_bits)
+    tiles = []
+    for tile, unit in zip(sums, _units(step.fmt.v_bits, len(sums))):  # in two steps: the unit is beyond float32
+        tiles.append([arith.mulf(arith.mulf(x, ptx.f32(2.0**64)), ptx.f32(unit / 2.0**64)) for x in tile])
+    return _array(tiles, step.head_dim)
 
 
 def _probability_operands(p: fa.FragmentedArray) -> list[list[ir.Value]]:
     """Operand B of each token tile: rounded to bfloat16 and transposed within the warp."""
     out = []
     for c in _accumulators(p):
-        pairs = [_asm("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [c[j + 1], c[j]]) for j in (0, 2)]
-        out.append([_asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x]) for x in pairs])
+        pairs = [ptx.asm("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [c[j + 1], c[j]]) for j in (0, 2)]
+        out.append([ptx.asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x]) for x in pairs])
     return out
 
 
 def _load_value_scales(step: Step, words_ref) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
-    lane, warp = _lane_and_warp()
-    page = arith.divui(warp, _i32(step.warps_per_page))
-    sub = arith.remui(warp, _i32(step.warps_per_page))
-    address = _pointer(
-        words_ref, _scale(page, step.layout.value_words * 4), _scale(sub, step.tokens * 4), _scale(arith.shrui(lane, _i32(2)), 4))
+    lane, warp = ptx.lane_and_warp()
+    page = arith.divui(warp, ptx.i32(step.warps_per_page))
+    sub = arith.remui(warp, ptx.i32(step.warps_per_page))
+    address = ptx.pointer(
+        words_ref, ptx.times(page, step.layout.value_words * 4), ptx.times(sub, step.tokens * 4),
+        ptx.times(arith.shrui(lane, ptx.i32(2)), 4))
     layout, f32 = PER_ROW.to_mgpu(), ir.F32Type.get()
     scales, offsets = [], []
     for row in range(step.tokens // 8):
-        [word] = _load_words(address, (_value_scale_word(step) + 8 * row) * 4, 1)
-        scales.append(arith.bitcast(f32, arith.shli(word, _i32(16))))
-        offsets.append(arith.bitcast(f32, arith.andi(word, _i32(0xFFFF0000))))
+        [word] = ptx.load_words(address, (_value_scale_word(step) + 8 * row) * 4, 1)
+        scales.append(arith.bitcast(f32, arith.shli(word, ptx.i32(16))))
+        offsets.append(arith.bitcast(f32, arith.andi(word, ptx.i32(0xFFFF0000))))
     return _row_array(scales, layout, step.tokens), _row_array(offsets, layout, step.tokens)
 
 
 def _row_array(values: list[ir.Value], layout, rows: int) -> fa.FragmentedArray:
     registers = np.empty(len(values), dtype=object)
     vector = ir.VectorType.get((1,), ir.F32Type.get())
-    registers[:] = [llvm.insertelement(llvm.mlir_undef(vector), v, _i32(0)) for v in values]
+    registers[:] = [llvm.insertelement(llvm.mlir_undef(vector), v, ptx.i32(0)) for v in values]
     return fa.FragmentedArray(
         _registers=registers.reshape(layout.registers_shape((WARPS, rows))), _layout=layout, _is_signed=None)
 
 
 def _open_scores_body(step: Step, k_ref, q_ref) -> fa.FragmentedArray:
-    lane, warp = _lane_and_warp()
-    group, i = arith.shrui(lane, _i32(2)), arith.andi(lane, _i32(3))
+    lane, warp = ptx.lane_and_warp()
+    group, i = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
     row_bytes = 2 * step.head_dim
-    k = _pointer(k_ref, _scale(warp, TILE * row_bytes), _scale(group, row_bytes), _scale(i, 16))
-    q = _pointer(q_ref, _scale(group, row_bytes), _scale(i, 16))
-    acc = [_f32(0.0)] * 4
+    k = ptx.pointer(k_ref, ptx.times(warp, TILE * row_bytes), ptx.times(group, row_bytes), ptx.times(i, 16))
+    q = ptx.pointer(q_ref, ptx.times(group, row_bytes), ptx.times(i, 16))
+    acc = [ptx.f32(0.0)] * 4
     for r in range(step.head_dim // 32):
-        low, high, b = (_load_words(x, offset + 64 * r, 4) for x, offset in ((k, 0), (k, 8 * row_bytes), (q, 0)))
+        low, high, b = (ptx.load_words(x, offset + 64 * r, 4) for x, offset in ((k, 0), (k, 8 * row_bytes), (q, 0)))
         for j in (0, 2):
-            acc = _mma(acc, [low[j], high[j], low[j + 1], high[j + 1]], b[j:j + 2])
-    return _array([acc], TILE)
+            acc = ptx.mma(acc, [low[j], high[j], low[j + 1], high[j + 1]], b[j:j + 2])
+    return _array([[arith.mulf(x, ptx.f32(1 / BOOST)) for x in acc]], TILE)
 
 
 def _add_open_values_body(step: Step, v_ref, p, acc) -> fa.FragmentedArray:
-    lane, warp = _lane_and_warp()
+    lane, warp = ptx.lane_and_warp()
     row_bytes = 2 * step.head_dim
     # Lane l gives the address of row l % 8 of 8 x 8 matrix l // 8: token half matrix // 2, channel half matrix % 2.
-    token = arith.addi(arith.andi(lane, _i32(7)), arith.andi(arith.shrui(lane, _i32(1)), _i32(8)))
-    channel = arith.andi(lane, _i32(8))
-    v = _pointer(v_ref, _scale(warp, TILE * row_bytes), _scale(token, row_bytes), _scale(channel, 2))
+    token = arith.addi(arith.andi(lane, ptx.i32(7)), arith.andi(arith.shrui(lane, ptx.i32(1)), ptx.i32(8)))
+    channel = arith.andi(lane, ptx.i32(8))
+    v = ptx.pointer(v_ref, ptx.times(warp, TILE * row_bytes), ptx.times(token, row_bytes), ptx.times(channel, 2))
     [b] = _probability_operands(p)
     tiles = _accumulators(acc)
     code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
     for column in range(len(tiles)):
-        address = arith.addi(v, _i32(2 * TILE * column))
+        address = arith.addi(v, ptx.i32(2 * TILE * column))
         # Reads shared memory: must stay behind the wait for the copy that wrote it.
         i32 = ir.IntegerType.get_signless(32)
         out = llvm.inline_asm(
             llvm.StructType.get_literal([i32] * 4), [address], code, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         a = [llvm.extractvalue(i32, out, [j]) for j in range(4)]
-        tiles[column] = _mma(tiles[column], a, b)
+        tiles[column] = ptx.mma(tiles[column], a, b)
     return _array(tiles, step.head_dim)

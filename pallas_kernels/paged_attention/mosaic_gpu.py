@@ -31,18 +31,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.mma_sm90 import TOKENS
-from pallas_kernels.paged_attention import fragments
+from pallas_kernels.paged_attention import fragments, merge, work_list
 from pallas_kernels.paged_attention.fragments import OPEN_TOKENS, PER_QUERY, QUERIES, QUERY_ROWS, ROWS, WARPS, Step
-from pallas_kernels.pallas_utils import MASK_VALUE, cdiv
+from pallas_kernels.paged_attention.work_list import SPLIT_PAGES, Item, Work
+from pallas_kernels.pallas_utils import cdiv
 
 HEAD_DIMS = (64, 128, 256)
-SPLIT_PAGES = 16
 MAX_QUERY_ROWS = 64  # queries times query heads of a KV head
 SMEM_BYTES = 227 * 1024
 _LOG2E = math.log2(math.e)
+_LOG2_BOOST = math.log2(fragments.BOOST)
 _SUM_ROWS = 2 * QUERY_ROWS  # rows of 2 H bytes that the sum [H, 8] of one warp takes, in float32
-_MERGED_AT_ONCE = 8
-_MERGED_CHANNELS = 64
 # Score of a hidden token. A power of two, so that products with it are exact, and far enough from the float32 limit for sums.
 _HIDDEN = -(2.0**100)
 
@@ -71,10 +70,11 @@ class _Call:
     num_kv_heads: int
     query_tiles: int  # tiles of 8 query rows a KV head
     num_queries: int  # T
-    num_splits: int  # of a row, at most
+    num_splits: int  # that partial results have room for
     sm_scale: float
     sliding_window: int | None
     logit_softcap: float | None
+    work: Work
 
     @property
     def fmt(self) -> KVFormat:
@@ -114,20 +114,23 @@ def paged_attention(
     _refuse(q, kv_format, open_k, rows)
     layout = kv_format.page_layout(head_dim)
     tuning = tuning or default_tuning(kv_format, head_dim)
+    if kv_format.k_bits == 3 and tuning.warps_per_page == 4:
+        raise NotImplementedError(f"mosaic_gpu: {tuning=}: four warps do not share a page of 3-bit keys")
     step = Step(layout, tuning.warps_per_page, use_twins=interpret is not None)
     call = _Call(
         step=step, tuning=tuning, num_kv_heads=num_kv_heads, query_tiles=cdiv(rows, QUERY_ROWS), num_queries=num_queries,
-        num_splits=cdiv(block_table.shape[1], SPLIT_PAGES), sm_scale=sm_scale, sliding_window=sliding_window,
-        logit_softcap=logit_softcap)
+        num_splits=merge.padded_splits(cdiv(block_table.shape[1], SPLIT_PAGES)), sm_scale=sm_scale, sliding_window=sliding_window,
+        logit_softcap=logit_softcap,
+        work=Work(batch, num_kv_heads * cdiv(rows, QUERY_ROWS), sliding_window, kv_format.open_pages,
+                  use_twins=interpret is not None))
     width = head_dim // 2
     pages = pages.reshape(-1, layout.words // width, width)
     open_k, open_v = (x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, -1, head_dim) for x in (open_k, open_v))
     sinks = []
     if kv_format.sink_tokens:
         sinks = [x.astype(jnp.bfloat16).reshape(batch * num_kv_heads, -1, head_dim) for x in (sink_k, sink_v)]
-    starts = _full_split_starts(call, kv_lens, q_lens)
     partial, stats = _partial_kernel(call, batch, interpret)(
-        _query_tiles(call, q), pages, open_k, open_v, block_table, kv_lens, q_lens, starts, *sinks)
+        _query_tiles(call, q), pages, open_k, open_v, block_table, kv_lens, q_lens, *sinks)
     return _merge(call, partial, stats, kv_lens, q_lens, attention_sinks, q, interpret)
 
 
@@ -135,7 +138,7 @@ def default_tuning(kv_format: KVFormat, head_dim: int) -> Tuning:
     """The layout of the work that measured best, or the first that fits into shared memory."""
     most = max(kv_format.k_bits, kv_format.v_bits)
     # Codes of 2 and 3 bits are unpacked fastest by a warp that has a page of its own; wider ones need more room for each page.
-    first = {2: 1, 3: 1, 4: 2, 8: 2, 16: 4}[most]
+    first = {2: 1, 3: 1, 4: 2, 8: 2, 16: 2 if kv_format.k_bits == 3 else 4}[most]
     choices = [(first, 4)] + [(w, g) for w in (1, 2, 4) if w >= first or most == 4 for g in (4, 3, 2, 1)]
     for warps_per_page, warpgroups in choices:
         tuning = Tuning(warps_per_page, warpgroups, 132)
@@ -178,35 +181,6 @@ def _query_tiles(call: _Call, q: jax.Array) -> jax.Array:
     x = x.reshape(batch, call.num_kv_heads, group * num_queries, head_dim)
     x = jnp.pad(x, [(0, 0), (0, 0), (0, call.query_tiles * QUERY_ROWS - x.shape[2]), (0, 0)])
     return x.reshape(-1, QUERY_ROWS, head_dim)
-
-
-def _split_range(call: _Call, kv_lens, q_lens) -> tuple[jax.Array, jax.Array]:
-    """First split that a row's queries see, and one past its last; none for a row that is not in use. int32 [B] each."""
-    closed = _closed_pages(call, kv_lens)
-    end = jnp.maximum(cdiv(closed, SPLIT_PAGES), 1)
-    first = jnp.zeros_like(end)
-    if call.sliding_window is not None:
-        lowest = jnp.maximum(kv_lens - q_lens - call.sliding_window + 1, 0)
-        first = jnp.minimum(lowest // (TOKENS * SPLIT_PAGES), end - 1)
-    return first, jnp.where((kv_lens > 0) & (q_lens > 0), end, first)
-
-
-def _closed_pages(call: _Call, kv_len):
-    """`KVFormat.closed_pages`, of an array or of a scalar in a kernel."""
-    newest = lax.div(jnp.maximum(kv_len - 1, 0), np.int32(TOKENS))
-    return jnp.maximum(newest + 1 - call.fmt.open_pages, 0)
-
-
-def _full_split_starts(call: _Call, kv_lens, q_lens) -> jax.Array:
-    """int32 [B + 1]: how many splits other than a row's last the rows before each row have; the total comes last.
-
-    Work is numbered in that order: first all of those, then the last split of every row. Last splits go on with the open page or
-    are short, and so fill gaps.
-    """
-    first, end = _split_range(call, kv_lens, q_lens)
-    full = jnp.maximum(end - first - 1, 0)
-    before = jnp.arange(full.shape[0] + 1)[:, None] > jnp.arange(full.shape[0])
-    return jnp.sum(jnp.where(before, full, 0), axis=1, dtype=jnp.int32)
 
 
 def _partial_kernel(call: _Call, batch: int, interpret: Any):
@@ -253,40 +227,39 @@ def _buffers(step: Step, groups: int, words: int) -> plgpu.RefUnion:
 class _Softmax:
     """Carry of the online softmax of one item, each warp for its own tokens.
 
-    m, l [4, 8]: running maximum of the scores and denominator; z [4, 8]: sum of weights times value offsets;
-    acc [4, H, 8] and bias [4, 8, 8]: see `fragments.add_values`.
+    m, l [4, 8]: running maximum of the scores and denominator; z [4, 8]: sum of weights times value offsets; acc [4, H, 8]: see
+    `fragments.add_values`. All weights are `BOOST` times what they are relative to m.
     """
 
     m: jax.Array
     l: jax.Array
     z: jax.Array
     acc: jax.Array
-    bias: jax.Array
 
 
 jax.tree_util.register_dataclass(_Softmax)
 
 
 def _kernel_body(
-    call: _Call, q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, kv_lens_ref, q_lens_ref, starts_ref, *refs, **scratch,
+    call: _Call, q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, kv_lens_ref, q_lens_ref, *refs, **scratch,
 ):
     *sink_refs, out_ref, stats_ref = refs
     groups = call.tuning.warpgroups
     group = lax.axis_index("warpgroup")
     inputs = _Inputs(q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, sink_refs)
-    batch, heads = kv_lens_ref.shape[0], call.num_kv_heads * call.query_tiles
-    num_items = (starts_ref[batch] + batch) * heads
     first = lax.axis_index("block") + call.tuning.blocks * group
     stride = call.tuning.blocks * groups
+    first_item, num_items = work_list.find(call.work, first, kv_lens_ref, q_lens_ref)
 
-    def run(i, fetched):
-        item, following = (
-            _find_item(call, first + j * stride, num_items, kv_lens_ref, q_lens_ref, starts_ref) for j in (i, i + 1))
-        return lax.cond(
+    def run(i, state):
+        item, fetched = state
+        following, _ = work_list.find(call.work, first + (i + 1) * stride, kv_lens_ref, q_lens_ref)
+        fetched = lax.cond(
             item.used, lambda: _Worker(call, inputs, scratch, group, item, following).run(fetched, out_ref, stats_ref),
             lambda: np.bool_(False))
+        return following, fetched
 
-    lax.fori_loop(0, lax.div(num_items - first + stride - 1, stride), run, np.bool_(False))
+    lax.fori_loop(0, lax.div(num_items - first + stride - 1, stride), run, (first_item, np.bool_(False)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,55 +274,10 @@ class _Inputs:
     sinks: list
 
 
-@dataclasses.dataclass(frozen=True)
-class _WorkItem:
-    """One split of one row, KV head and tile of query rows. All int32 scalars; `used` and `is_last` bool."""
-
-    used: Any
-    row: Any
-    head: Any  # tile of query rows, of all KV heads
-    split: Any
-    is_last: Any
-    kv_len: Any
-    q_len: Any
-    first_page: Any
-    end_page: Any
-
-
-def _find_item(call: _Call, index, num_items, kv_lens_ref, q_lens_ref, starts_ref) -> _WorkItem:
-    """Item `index` in the order of `_full_split_starts`; unused when there is none."""
-    batch, heads = kv_lens_ref.shape[0], call.num_kv_heads * call.query_tiles
-    work = lax.div(jnp.minimum(index, num_items - 1), heads)
-    num_full = starts_ref[batch]
-    is_last = work >= num_full
-
-    def halve(_, bounds):  # the last row that starts at or before `work`
-        low, high = bounds
-        middle = lax.div(low + high, 2)
-        before = starts_ref[middle] <= work
-        return jnp.where(before, middle, low), jnp.where(before, high, middle)
-
-    found, _ = lax.fori_loop(0, max(batch - 1, 0).bit_length(), halve, (np.int32(0), np.int32(batch)))
-    row = jnp.where(is_last, work - num_full, found)
-    kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
-    closed = _closed_pages(call, kv_len)
-    lowest: Any = np.int32(0)  # first page that a query sees
-    if call.sliding_window is not None:
-        lowest = lax.div(jnp.maximum(kv_len - q_len - call.sliding_window + 1, 0), TOKENS)
-    end_split = jnp.maximum(lax.div(closed + SPLIT_PAGES - 1, SPLIT_PAGES), 1)
-    first_split = jnp.minimum(lax.div(lowest, SPLIT_PAGES), end_split - 1)
-    split = jnp.where(is_last, end_split - 1, first_split + work - starts_ref[found])
-    end_page = jnp.minimum(closed, (split + 1) * SPLIT_PAGES)
-    return _WorkItem(
-        used=(index < num_items) & (kv_len > 0) & (q_len > 0), row=row, head=lax.rem(index, heads), split=split,
-        is_last=is_last, kv_len=kv_len, q_len=q_len, first_page=jnp.clip(lowest, split * SPLIT_PAGES, end_page),
-        end_page=end_page)
-
-
 class _Worker:
     """A warpgroup at work on one item."""
 
-    def __init__(self, call: _Call, inputs: _Inputs, scratch, group, item: _WorkItem, following: _WorkItem):
+    def __init__(self, call: _Call, inputs: _Inputs, scratch, group, item: Item, following: Item):
         self.call, self.step, self.inputs, self.item, self.following = call, call.step, inputs, item, following
         self.num_steps = lax.div(item.end_page - item.first_page + self.step.pages - 1, self.step.pages)
         self.key_rows = self.step.layout.key_words // (self.step.head_dim // 2)  # rows of a page before its values
@@ -372,20 +300,26 @@ class _Worker:
 
             @pl.when(self.num_steps > 0)
             def _():
-                self._fetch(item, item.first_page, self.keys, 0, self.keys_barrier)
-                self._fetch(item, item.first_page, self.values, self.key_rows, self.values_barrier)
+                page_ids = self._page_ids(item, item.first_page)
+                self._fetch(item, page_ids, self.keys, 0, self.keys_barrier)
+                self._fetch(item, page_ids, self.values, self.key_rows, self.values_barrier)
 
         plgpu.barrier_wait(self.q_barrier)
+        layout = plgpu.Layout.WG_STRIDED(self.q_smem.shape, vec_size=math.prod(self.q_smem.shape) // 128)
+        self.q_smem[...] = plgpu.load(self.q_smem, layout=layout) * jnp.asarray(fragments.BOOST, jnp.bfloat16)
+        plgpu.commit_smem()
+        following_ids = self._page_ids(self.following, self.following.first_page)
         # The open pages pass through the buffers that the next item's pages would arrive in.
         ahead = self.following.used & ~item.is_last & (self.following.end_page > self.following.first_page)
         state = lax.fori_loop(0, self.num_steps, functools.partial(self._closed_step, ahead), self._empty())
+        state = dataclasses.replace(state, acc=fragments.finished_values(self.step, state.acc))
         state = lax.cond(item.is_last, self._unquantised, lambda s: s, state)
         tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
         self._write(state, out_ref.at[tile, item.split], stats_ref.at[tile, item.split])
 
         @pl.when(ahead)
         def _():  # only now: the sum of the warps went through the values' buffer
-            self._fetch(self.following, self.following.first_page, self.values, self.key_rows, self.values_barrier)
+            self._fetch(self.following, following_ids, self.values, self.key_rows, self.values_barrier)
 
         return ahead
 
@@ -396,17 +330,22 @@ class _Worker:
         per_query = (WARPS, QUERY_ROWS)
         return _Softmax(
             m=zeros(per_query, PER_QUERY, _HIDDEN), l=zeros(per_query, PER_QUERY), z=zeros(per_query, PER_QUERY),
-            acc=zeros((WARPS, self.step.head_dim, QUERY_ROWS), ROWS), bias=zeros((WARPS, 8, QUERY_ROWS), ROWS))
+            acc=zeros((WARPS, self.step.head_dim, QUERY_ROWS), ROWS))
 
-    def _fetch_q(self, item: _WorkItem) -> None:
+    def _fetch_q(self, item: Item) -> None:
         tile = item.row * self.call.num_kv_heads * self.call.query_tiles + item.head
         plgpu.copy_gmem_to_smem(self.inputs.q.at[tile], self.q_smem, self.q_barrier)
 
-    def _fetch(self, item: _WorkItem, first_page, destination, first_row: int, barrier) -> None:
-        """Starts the copies of one part of each page of the step that begins at `first_page`, a page a warp.
+    def _page_ids(self, item: Item, first_page) -> list:
+        """Pages that the warps of this thread fetch for the step that begins at `first_page`, one a warp.
 
         Pages past the item's last are the last one again.
         """
+        last = jnp.maximum(item.end_page - 1, 0)
+        return [self.inputs.table[item.row, jnp.clip(first_page + w, 0, last)] for w in fragments.warps_of_this_thread(self.step)]
+
+    def _fetch(self, item: Item, page_ids: list, destination, first_row: int, barrier) -> None:
+        """Starts the copies of one part of each page of a step, a page a warp."""
         pages, kv_head = self.step.pages, lax.div(item.head, self.call.query_tiles)
         rows = destination.shape[0] // pages
 
@@ -416,7 +355,7 @@ class _Worker:
 
             @pl.when(warp < pages)
             def _():
-                page_id = self.inputs.table[item.row, jnp.clip(first_page + warp, 0, jnp.maximum(item.end_page - 1, 0))]
+                page_id = functools.reduce(lambda x, j: jnp.where(warp == j, page_ids[j], x), range(1, len(page_ids)), page_ids[0])
                 source = self.inputs.pages.at[page_id * self.call.num_kv_heads + kv_head, pl.ds(first_row, rows)]
                 plgpu.copy_gmem_to_smem(source, destination.at[pl.ds(warp * rows, rows)], barrier)
 
@@ -426,8 +365,9 @@ class _Worker:
         step, item = self.step, self.item
         more = i + 1 < self.num_steps
         # What is fetched next: this item's next step, or the following item's first.
-        target = _WorkItem(**{name: jnp.where(more, x, getattr(self.following, name)) for name, x in vars(item).items()})
+        target = Item(**{name: jnp.where(more, x, getattr(self.following, name)) for name, x in vars(item).items()})
         target_page = jnp.where(more, item.first_page + (i + 1) * step.pages, target.first_page)
+        page_ids = self._page_ids(target, target_page)  # already here: they take long to arrive
         warp = plgpu.broadcasted_iota(jnp.int32, (WARPS, QUERY_ROWS), 0, layout=PER_QUERY)
         page = item.first_page + i * step.pages + lax.div(warp, step.warps_per_page)
         plgpu.barrier_wait(self.keys_barrier)
@@ -439,7 +379,7 @@ class _Worker:
 
         @pl.when(more | ahead)
         def _():
-            self._fetch(target, target_page, self.keys, 0, self.keys_barrier)
+            self._fetch(target, page_ids, self.keys, 0, self.keys_barrier)
 
         @pl.when(~more & ahead)
         def _():
@@ -458,14 +398,14 @@ class _Worker:
             z = state.z + jnp.sum(p * _over_queries(offset, p.shape), axis=1)
             state = dataclasses.replace(state, z=z)
             p = p * _over_queries(scale, p.shape)
-        acc, bias = fragments.add_values(step, self.values, p, state.acc, state.bias)
+        acc = fragments.add_values(step, self.values, p, state.acc)
         self._done_with_pages()
 
         @pl.when(more)
         def _():
-            self._fetch(item, target_page, self.values, self.key_rows, self.values_barrier)
+            self._fetch(item, page_ids, self.values, self.key_rows, self.values_barrier)
 
-        return dataclasses.replace(state, acc=acc, bias=bias)
+        return dataclasses.replace(state, acc=acc)
 
     def _done_with_pages(self) -> None:
         """The buffer may be written again. A page that one warp reads is fetched by that warp, whatever the others do."""
@@ -483,10 +423,10 @@ class _Worker:
         scale = self.call.exponent_scale
         m = jnp.maximum(state.m, jnp.max(scores, axis=1))
         # Not scores * scale - m * scale: fused into one rounding that is far from 0 for huge equal numbers.
-        p = jnp.exp2((scores - _over_rows(m, scores.shape)) * scale)
+        p = jnp.exp2((scores - _over_rows(m, scores.shape)) * scale + _LOG2_BOOST)
         alpha = jnp.exp2((state.m - m) * scale)
-        acc, bias = fragments.rescale(self.step, state.acc, state.bias, alpha)
-        return p, _Softmax(m=m, l=state.l * alpha + jnp.sum(p, axis=1), z=state.z * alpha, acc=acc, bias=bias)
+        acc = fragments.rescale(self.step, state.acc, alpha)
+        return p, _Softmax(m=m, l=state.l * alpha + jnp.sum(p, axis=1), z=state.z * alpha, acc=acc)
 
     def _query_positions(self, shape) -> jax.Array:
         """Position of the query of each row, int32 `shape` as `ROWS`."""
@@ -515,7 +455,7 @@ class _Worker:
         """Goes on with the sinks and the open pages."""
         plgpu.commit_smem()  # all warps are done with the pages
         sinks = self.call.fmt.sink_tokens
-        closed = _closed_pages(self.call, self.item.kv_len)
+        closed = work_list.closed_pages(self.call.work, self.item.kv_len)
         cache_row = self.item.row * self.call.num_kv_heads + lax.div(self.item.head, self.call.query_tiles)
         for first in range(0, sinks, OPEN_TOKENS):
             refs = [r.at[cache_row, pl.ds(first, min(OPEN_TOKENS, sinks - first))] for r in self.inputs.sinks]
@@ -584,13 +524,11 @@ class _Worker:
         m = functools.reduce(jnp.maximum, [plgpu.load(self.stats_smem.at[0, w], layout=QUERIES) for w in range(WARPS)])
         beta = jnp.exp2((state.m - plgpu.layout_cast(lax.broadcast_in_dim(m, state.m.shape, [1]), PER_QUERY)) * scale)
         self.stats_smem.at[1][...] = state.l * beta
-        # All rows of the bias are equal.
-        rest = (state.z - jnp.max(state.bias, axis=1)) * beta
         shape = state.acc.shape
-        self.sum_smem[...] = state.acc * _over_rows(beta, shape) + _over_rows(rest, shape)
+        self.sum_smem[...] = state.acc * _over_rows(beta, shape) + _over_rows(state.z * beta, shape)
         plgpu.commit_smem()
         l = functools.reduce(jnp.add, [plgpu.load(self.stats_smem.at[1, w], layout=QUERIES) for w in range(WARPS)])
-        stats_ref.at[0][...] = m * scale
+        stats_ref.at[0][...] = m * scale - _LOG2_BOOST
         stats_ref.at[1][...] = l
         layout = plgpu.Layout.WG_STRIDED(shape[1:], vec_size=4)
         out_ref[...] = functools.reduce(jnp.add, [plgpu.load(self.sum_smem.at[w], layout=layout) for w in range(WARPS)])
@@ -608,77 +546,14 @@ def _over_queries(x: jax.Array, shape) -> jax.Array:
 
 
 def _merge(call: _Call, partial, stats, kv_lens, q_lens, attention_sinks, q, interpret) -> jax.Array:
-    """The splits of each row, and the learned sinks, to the output [B, T, N, H]; a block merges 64 channels of 8 query rows."""
+    """The splits of each row, and the learned sinks, to the output [B, T, N, H]."""
     batch, num_queries, num_heads, head_dim = q.shape
-    group, heads = num_heads // call.num_kv_heads, call.num_kv_heads * call.query_tiles
-    sinks = []
+    group, sinks = num_heads // call.num_kv_heads, None
     if attention_sinks is not None:
         rows = jnp.repeat(attention_sinks.astype(jnp.float32).reshape(call.num_kv_heads, group), num_queries, axis=1)
         rows = jnp.pad(rows * _LOG2E, [(0, 0), (0, call.query_tiles * QUERY_ROWS - rows.shape[1])])
-        sinks = [rows.reshape(heads, QUERY_ROWS)]
-    out = plgpu.kernel(
-        functools.partial(_merge_body, call), out_type=jax.ShapeDtypeStruct((batch * heads, QUERY_ROWS, head_dim), q.dtype),
-        grid=(batch * heads, head_dim // _MERGED_CHANNELS), grid_names=("tile", "channels"),
-        scratch_types={"out_smem": plgpu.SMEM(
-            (QUERY_ROWS, _MERGED_CHANNELS), q.dtype,
-            transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))},  # type: ignore[abstract]
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="paged_attention_merge", interpret=interpret)(partial, stats, kv_lens, q_lens, *sinks)
+        sinks = rows.reshape(call.work.heads, QUERY_ROWS, 1)
+    out = merge.merge(
+        call.work, partial, stats, kv_lens, q_lens, sinks, num_queries, call.query_tiles, q.dtype, interpret)
     out = out.reshape(batch, call.num_kv_heads, -1, head_dim)[:, :, :group * num_queries]
     return out.reshape(batch, call.num_kv_heads, group, num_queries, head_dim).transpose(0, 3, 1, 2, 4).reshape(q.shape)
-
-
-def _merge_body(call: _Call, partial_ref, stats_ref, kv_lens_ref, q_lens_ref, *refs, out_smem):
-    *sinks_ref, out_ref = refs
-    tile, heads = lax.axis_index("tile"), call.num_kv_heads * call.query_tiles
-    channels = pl.ds(lax.axis_index("channels") * _MERGED_CHANNELS, _MERGED_CHANNELS)
-    row, head = lax.div(tile, heads), lax.rem(tile, heads)
-    kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
-    first, end = _split_range(call, kv_len, q_len)
-    layout = plgpu.Layout.WGMMA
-    per_row = layout.reduce(0)
-    shape = (_MERGED_CHANNELS, QUERY_ROWS)
-
-    def full(value, shape, layout):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    def load(ref, layout):
-        return plgpu.load(ref, layout=layout, optimized=False)
-
-    def over_channels(x):
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [1]), layout)
-
-    def some(i, state):
-        """Splits first + i * _MERGED_AT_ONCE and following; all loads are on their way before the first is used."""
-        m, l, acc = state
-        splits = [first + i * _MERGED_AT_ONCE + j for j in range(_MERGED_AT_ONCE)]
-        loads = []
-        for split in splits:
-            at = jnp.minimum(split, end - 1)
-            loads.append((load(stats_ref.at[tile, at, 0], per_row), load(stats_ref.at[tile, at, 1], per_row),
-                          load(partial_ref.at[tile, at, channels], layout)))
-        for split, (split_m, split_l, values) in zip(splits, loads):
-            split_m = jnp.where(split < end, split_m, full(MASK_VALUE, (QUERY_ROWS,), per_row))
-            new_m = jnp.maximum(m, split_m)
-            old, new = jnp.exp2(m - new_m), jnp.exp2(split_m - new_m)
-            m, l, acc = new_m, l * old + split_l * new, acc * over_channels(old) + values * over_channels(new)
-        return m, l, acc
-
-    # 0 splits and the denominator 1: a row that is not in use gives 0.
-    used = end > first
-    m, l, acc = lax.fori_loop(
-        0, lax.div(end - first + _MERGED_AT_ONCE - 1, _MERGED_AT_ONCE), some,
-        (full(MASK_VALUE, (QUERY_ROWS,), per_row), full(0.0, (QUERY_ROWS,), per_row), full(0.0, shape, layout)))
-    if sinks_ref:
-        sink = load(sinks_ref[0].at[head], per_row)
-        new_m = jnp.maximum(m, sink)
-        old = jnp.exp2(m - new_m)
-        l, acc = l * old + jnp.exp2(sink - new_m), acc * over_channels(old)
-    query = plgpu.broadcasted_iota(jnp.int32, (QUERY_ROWS,), 0, layout=per_row) + lax.rem(head, call.query_tiles) * QUERY_ROWS
-    valid = used & (lax.rem(query, call.num_queries) < q_len)
-    weight = jnp.where(valid & (l > 0), 1 / jnp.where(l > 0, l, 1.0), 0.0)
-    out = (acc * over_channels(weight)).astype(out_ref.dtype)
-    out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[tile, :, channels])
-    plgpu.wait_smem_to_gmem(0)

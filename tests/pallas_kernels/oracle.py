@@ -101,16 +101,23 @@ def _decode_mma_sm90(take, fmt: KVFormat, head_dim: int) -> tuple[np.ndarray, np
             i, h, e = np.where(paired, channel % 32 // 8, channel % 16 // 4), channel % 4 // 2, channel % 2
             t, g, u = 8 * tile + token // 16, token % 8, token % 16 // 8
         else:
-            t, g, u = 8 * (channel // 16) + token // 16, channel % 8, channel % 16 // 8
+            t, g, u = channels // 16 * (token // 16) + channel // 16, channel % 8, channel % 16 // 8
             h, i, e = token % 16 // 8, token % 8 // 2, token % 2
 
-        def read(width: int) -> np.ndarray:
-            fields = 16 // width
-            words = take(-(-channels // 2 // fields) * 128)
-            place = (2 * (t % 8) + 2) % 16 + t % 16 // 8 if width == 1 else t % fields * width
-            return words[(t // fields * 32 + 4 * g + i) * 4 + u + 2 * h] >> (16 * e + place) & ((1 << width) - 1)
+        def read(words, quad, bit, width: int) -> np.ndarray:
+            return words[(quad * 32 + 4 * g + i) * 4 + u + 2 * h] >> (16 * e + bit) & ((1 << width) - 1)
 
-        return read(2) | read(1) << 2 if bits == 3 else read(bits)
+        if bits != 3:
+            return read(take(channels * bits * 4), t * bits // 16, t * bits % 16, bits)
+        octet, f = t // 8, t % 8
+        if keys:  # of a pair of channel tiles, an octet has four token tiles
+            octet = np.where(paired, tile // 2 * 2 + token // 64, octet)
+            f = np.where(paired, 4 * (tile % 2) + token // 16 % 4, f)
+        words = take(channels // 32 * 3 * 128 + channels % 32 // 16 * 256)
+        x, y, byte = octet // 2 * 3 + octet % 2 * 2, octet // 2 * 3 + 1, octet % 2 * 8
+        apart = read(words, x, 15, 1) | read(words, y, byte + 6, 2) << 1
+        in_x = read(words, x, np.where(f == 6, 12, 3 * (f % 4)), 3)
+        return np.select([f == 7, (f == 4) | (f == 5)], [apart, read(words, y, byte + 3 * (f % 4 % 2), 3)], in_x)
 
     def floats(halves: np.ndarray) -> np.ndarray:
         return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

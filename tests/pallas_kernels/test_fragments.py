@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mma_sm90
-from pallas_kernels.paged_attention import fragments
+from pallas_kernels import KVFormat, mma_sm90
+from pallas_kernels.paged_attention import fragments, instructions
 
 LANE = np.arange(32, dtype=np.uint32)
 
@@ -19,23 +19,16 @@ def pairs(word: np.ndarray) -> np.ndarray:
     return (halves << 16).view(np.float32).astype(np.float64)
 
 
-def packed(values: np.ndarray) -> np.ndarray:
-    """The inverse of `pairs`; the numbers must be exact in bfloat16."""
-    raw = values.astype(np.float32).view(np.uint32)
-    assert not (raw & 0xFFFF).any(), "not exact in bfloat16"
-    return (raw[0] >> 16) | raw[1]
-
-
 def instruction(code: str, operands: list) -> np.ndarray:
     """What one of the inlined instructions computes."""
     if match := re.fullmatch(r"lop3\.b32 \$0, \$1, (\d+), (\d+|\$2), (\d+);", code):
         a, b, c = operands[0], np.uint32(int(match[1])), operands[1] if match[2] == "$2" else np.uint32(int(match[2]))
         return sum((((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)) for i in range(8)
                     if int(match[3]) >> i & 1), np.uint32(0))
-    if code.startswith("fma.rn.bf16x2"):
-        return packed(pairs(operands[0]) * pairs(operands[1]) + pairs(operands[2]))
-    assert code.startswith("add.rn.bf16x2"), code
-    return packed(pairs(operands[0]) + pairs(operands[1]))
+    match = re.fullmatch(r"prmt\.b32 \$0, \$1, 0, 0x([0-7]{4});", code)
+    assert match, code
+    octets = [operands[0] >> np.uint32(8 * j) & 0xFF for j in range(4)] + [np.uint32(0)] * 4
+    return sum(octets[int(digit)] << np.uint32(8 * j) for j, digit in enumerate(reversed(match[1]))).astype(np.uint32)
 
 
 @pytest.fixture
@@ -52,34 +45,69 @@ def on_numpy(monkeypatch):
 
     names = {"addi": np.add, "muli": np.multiply, "divui": np.floor_divide, "remui": np.remainder, "andi": np.bitwise_and,
              "shrui": np.right_shift, "shli": np.left_shift}
-    monkeypatch.setattr(fragments, "arith", types.SimpleNamespace(**{name: lanes(f) for name, f in names.items()}))
-    monkeypatch.setattr(fragments, "_i32", lambda value: np.uint32(value & 0xFFFFFFFF))
-    monkeypatch.setattr(fragments, "_load_words", load)
-    monkeypatch.setattr(fragments, "_asm", lambda code, constraints, operands: instruction(code, operands))
+    arith = types.SimpleNamespace(
+        **{name: lanes(f) for name, f in names.items()}, subf=np.subtract, select=np.where, cmpi=lambda _, a, b: a == b,
+        CmpIPredicate=types.SimpleNamespace(eq=None))
+    for module in (fragments, instructions):
+        monkeypatch.setattr(module, "arith", arith)
+    monkeypatch.setattr(instructions, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
+    monkeypatch.setattr(instructions, "load_words", load)
+    monkeypatch.setattr(instructions, "asm", lambda code, constraints, operands: instruction(code, operands))
     return memory
 
 
 @pytest.mark.parametrize("warps_per_page", [1, 2, 4])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("operand", ["keys", "values"])
-def test_registers_hold_the_codes_of_the_warp(on_numpy, operand, bits, warps_per_page):
-    channels, token_tiles = 112, 8 // warps_per_page
-    codes = np.random.default_rng(0).integers(0, 1 << bits, (128, channels), dtype=np.uint32)
-    if bits == 16:
-        codes &= 0x3FFF  # finite numbers
-    pack = mma_sm90.pack_keys if operand == "keys" else mma_sm90.pack_values
-    on_numpy.append(np.asarray(pack(jnp.asarray(codes), bits)))
-    tiles = tiles_of(codes, operand)
+@pytest.mark.parametrize("channels", [16, 112, 128])
+def test_key_operands_hold_the_codes_of_the_warp(on_numpy, channels, bits, warps_per_page):
+    if bits == 3 and warps_per_page == 4:
+        return  # not served
+    codes, token_tiles = some_codes(channels, bits), 8 // warps_per_page
+    on_numpy.append(np.asarray(mma_sm90.pack_keys(jnp.asarray(codes), bits)))
+    tiles, count = tiles_of(codes, "keys"), channels // 16
     for sub in range(warps_per_page):
-        unpacker = fragments._Unpacker(bits, channels // 16, LANE * np.uint32(16), np.uint32(sub), token_tiles)
-        for column in range(channels // 16):
-            for m, registers in enumerate(unpacker.tiles(column)):
-                want = tiles[column, sub * token_tiles + m]  # [lane, a, e]
-                if bits == 16:
-                    np.testing.assert_array_equal(np.stack(registers, axis=1), want[..., 0] | want[..., 1] << 16)
-                else:
-                    got = np.stack([pairs(r) for r in registers])  # [a, e, lane]
-                    np.testing.assert_array_equal(got.transpose(2, 0, 1) - unpacker.bias(m), want)
+        operands = fragments._Operands(
+            bits, LANE * np.uint32(16), token_tiles, np.uint32(sub) if warps_per_page > 1 else None)
+        seen = {}
+        for k in range((count + 1) // 2):
+            for column, m, registers in operands.pair(k, min(2, count - 2 * k)):
+                seen[2 * k + column, m] = registers
+        assert len(seen) == count * token_tiles
+        for column in range(count):
+            check_registers([seen[column, m] for m in range(token_tiles)], tiles[column, sub * token_tiles:], bits)
+
+
+@pytest.mark.parametrize("warps_per_page", [1, 2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_value_operands_hold_the_codes_of_the_warp(on_numpy, monkeypatch, head_dim, bits, warps_per_page):
+    codes = some_codes(head_dim, bits)
+    on_numpy.append(np.asarray(mma_sm90.pack_values(jnp.asarray(codes), bits)))
+    tiles = tiles_of(codes, "values").swapaxes(0, 1).reshape(-1, 32, 4, 2)
+    step = fragments.Step(KVFormat(v_bits=bits, layout="mma_sm90").page_layout(head_dim), warps_per_page, use_twins=False)
+    monkeypatch.setattr(instructions, "pointer", lambda ref, page, lane: lane)
+    for warp in range(warps_per_page):
+        monkeypatch.setattr(instructions, "lane_and_warp", lambda warp=warp: (LANE, np.uint32(warp)))
+        operands = fragments._value_operands(step, None)
+        for octet in range(step.octets):
+            check_registers(operands.run(octet), tiles[8 * (warp * step.octets + octet):], bits)
+
+
+def some_codes(channels: int, bits: int) -> np.ndarray:
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (128, channels), dtype=np.uint32)
+    return codes & 0x3FFF if bits == 16 else codes  # finite numbers
+
+
+def check_registers(operands: list, want: np.ndarray, bits: int) -> None:
+    """Operands of neighbouring tiles against codes [tile, lane, a, e]."""
+    if bits == 16:
+        for registers, codes in zip(operands, want):
+            np.testing.assert_array_equal(np.stack(registers, axis=1), codes[..., 0] | codes[..., 1] << 16)
+        return
+    numbers = [[pairs(r) for r in registers] for registers in operands]  # of each tile and a: [e, lane]
+    units = fragments._units(bits, len(numbers))
+    for registers, unit, codes in zip(fragments._separated(numbers, bits), units, want):
+        np.testing.assert_array_equal(np.stack(registers).transpose(2, 0, 1) * unit, codes)
 
 
 def tiles_of(codes: np.ndarray, operand: str) -> np.ndarray:

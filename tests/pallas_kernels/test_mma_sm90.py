@@ -24,7 +24,9 @@ def test_every_bit_of_the_words_is_used(bits):
 
 
 @pytest.mark.parametrize("operand", ["key", "value"])
-@pytest.mark.parametrize(("bits", "row", "column"), [(2, 0, 0), (2, 77, 13), (4, 127, 63), (3, 40, 58), (8, 9, 31), (16, 18, 20)])
+@pytest.mark.parametrize(("bits", "row", "column"), [
+    (2, 0, 0), (2, 77, 13), (4, 127, 63), (8, 9, 31), (16, 18, 20),
+    *((3, row, column) for row in (0, 25, 40, 127) for column in (3, 58))])
 def test_where_one_code_goes(operand, bits, row, column):
     """A single code of all ones, against the layout worked out from the register order of the instruction."""
     codes = np.zeros((128, 64), np.uint32)
@@ -38,21 +40,27 @@ def test_where_one_code_goes(operand, bits, row, column):
         words = mma_sm90.pack_values(jnp.asarray(codes), bits)
         tile, g, u = column // 16, column % 8, column % 16 // 8
         token_tile, h, i, e = row // 16, row % 16 // 8, row % 8 // 2, row % 2
-    t, lane, a = 8 * tile + token_tile, 4 * g + i, u + 2 * h
-
-    def word_and_bit(bits, position):
-        quad, field = divmod(t, 16 // bits)
-        return (quad * 32 + lane) * 4 + a, 16 * e + position(field)
-
+    t, lane, a = 8 * tile + token_tile if operand == "key" else 4 * token_tile + tile, 4 * g + i, u + 2 * h
     expected = np.zeros(words.shape, np.uint32)
-    if bits == 3:
-        word, bit = word_and_bit(2, lambda f: 2 * f)
-        expected[word] |= np.uint32(3 << bit)
-        word, bit = word_and_bit(1, mma_sm90.third_bit_position)
-        expected[128 * 64 * 2 // 32 + word] |= np.uint32(1 << bit)
+
+    def put(quad, bit, code):
+        expected[(quad * 32 + lane) * 4 + a] |= np.uint32(code << (16 * e + bit))
+
+    if bits != 3:
+        put(t * bits // 16, t * bits % 16, codes[row, column])
     else:
-        word, bit = word_and_bit(bits, lambda f: bits * f)
-        expected[word] = codes[row, column] << np.uint32(bit)
+        if operand == "key":
+            octet, f = 2 * (tile // 2) + token_tile // 4, 4 * (tile % 2) + token_tile % 4
+        else:
+            octet, f = divmod(t, 8)
+        x, y, byte = octet // 2 * 3 + octet % 2 * 2, octet // 2 * 3 + 1, octet % 2 * 8
+        if f < 4 or f == 6:
+            put(x, 12 if f == 6 else 3 * f, 7)
+        elif f < 6:
+            put(y, byte + 3 * (f - 4), 7)
+        else:
+            put(x, 15, 1)
+            put(y, byte + 6, 3)
     np.testing.assert_array_equal(words, expected)
 
 
