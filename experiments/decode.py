@@ -73,6 +73,8 @@ def decode(
     num_layers = model.config.num_layers
     if preset is not None and kv_schedule is not None:
         raise ValueError(f"{preset=}, {kv_schedule=}: give one of them")
+    if (whole := preset or kv_schedule) is not None and kv_format != KVFormat():
+        raise ValueError(f"{whole}: its formats are whole, {kv_format.name} beside it has no effect; give one of the two")
     formats = schedules.per_layer(kv_format, num_layers)
     if preset is not None:
         formats = kv_presets.get(preset).formats(num_layers, model.config.head_dim)

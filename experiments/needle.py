@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments import cli, inputs, metrics, results
-from experiments.quality import CALIBRATION_TOKENS, CacheOptions, Candidate, candidates, pairs
+from experiments.quality import CALIBRATION_TOKENS, CacheOptions, Candidate, candidates, pairs, refuse_beside
 from moejax import calibration, compilation_cache
 from moejax import kv_schedule as schedules
 from moejax.config import require_int
@@ -32,7 +32,7 @@ COLUMNS = {"format": "", "effective_bits": ".3f", "context_tokens": ",.0f", "dep
 def needle(
     checkpoint: str = "checkpoints/moe_10m",
     text: str = "data/heldout_austen.txt",
-    k_bits: list[int] = [4, 2],  # noqa: B006 (never changed)
+    k_bits: list[int] | None = None,
     v_bits: list[int] | None = None,
     options: CacheOptions = CacheOptions(),  # noqa: B008 (immutable)
     preset: list[str] | None = None,
@@ -47,7 +47,7 @@ def needle(
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
       text: a UTF-8 file, the hay; each trial starts somewhere else in it.
-      k_bits, v_bits, options, preset, kv_schedule: the formats, as of experiments.quality.
+      k_bits, v_bits, options, preset, kv_schedule: the formats, as of experiments.quality; k_bits None means 4, 2.
       context: tokens a window; multiples of the page size.
       depth: where the needle stands, from 0 (the beginning) to 1 (right before the question).
       trials: passkeys for each context and depth.
@@ -57,7 +57,9 @@ def needle(
     for d in depth:
         if not 0 <= d <= 1:
             raise ValueError(f"depth={d}: must be from 0 to 1")
-    formats = [] if preset or kv_schedule else pairs(k_bits, v_bits, options)
+    if preset or kv_schedule:
+        refuse_beside({"preset": preset, "kv_schedule": kv_schedule}, options, k_bits=k_bits, v_bits=v_bits)
+    formats = [] if preset or kv_schedule else pairs([4, 2] if k_bits is None else k_bits, v_bits, options)
     compilation_cache.enable()
     model, tokenizer = inputs.load_checkpoint(checkpoint)
     config = model.config

@@ -34,15 +34,18 @@ class KLByPosition:
 
     def save(self, folder: pathlib.Path) -> str:
         """Writes a PNG and returns its name."""
+        import matplotlib
+
         name = "kl_by_position.png"
         with drawing(folder / name, size=(7, 4.5), dpi=150) as axes:
+            axes.set_prop_cycle(color=[matplotlib.colormaps["tab20"](i) for i in range(20)])
             for row in self.rows:
                 values, step = row["kl_by_position"], self.context / len(row["kl_by_position"])
                 if any(values):  # not the 16-bit cache itself
                     axes.plot([step * (i + 0.5) for i in range(len(values))], values, label=row["format"], linewidth=1)
             axes.set(yscale="log", xlabel="position in the window, tokens", ylabel=LABELS["kl"])
             if axes.get_lines():
-                axes.legend(fontsize=7)
+                axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
             axes.grid(alpha=0.3)
         return name
 

@@ -27,7 +27,7 @@ from moejax.sampling import SamplingParams
 from moejax.scoring import Comparison, Pass, Scorer
 from moejax.tokenizer import Tokenizer
 from pallas_kernels import dispatch
-from pallas_kernels.kv_format import Axis, Codes, KeyRotation, KVFormat, RangeRule, Rotation, ScaleDtype
+from pallas_kernels.kv_format import ALL_BITS, Axis, Codes, KeyRotation, KVFormat, RangeRule, Rotation, ScaleDtype
 
 CALIBRATION_TOKENS = 2048
 COLUMNS = {"format": "", "effective_bits": ".3f", "effective_bits_at_4k": ".3f", "effective_bits_at_32k": ".3f",
@@ -89,7 +89,7 @@ class Candidate:
 def quality(
     checkpoint: str = "checkpoints/moe_10m",
     text: list[str] = ["data/heldout_python_docs.txt", "data/heldout_austen.txt"],  # noqa: B006 (never changed)
-    k_bits: list[int] = [16, 4, 3, 2],  # noqa: B006
+    k_bits: list[int] | None = None,
     v_bits: list[int] | None = None,
     options: CacheOptions = CacheOptions(),
     formats: list[KVFormat] | None = None,
@@ -106,7 +106,7 @@ def quality(
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
       text: UTF-8 files; each is read from its start.
-      k_bits, v_bits: one format a pair; v_bits None means as k_bits.
+      k_bits, v_bits: one format a pair; k_bits None means 16, 4, 3, 2, v_bits None means as k_bits.
       options: the fields that all of these formats share (--page_size, --sink_tokens, --outlier_channels, ...).
       formats: whole formats, in place of the pairs (gin only).
       preset: named formats (`moejax.kv_presets`), in place of the pairs.
@@ -121,7 +121,12 @@ def quality(
     for name in preset or []:
         presets.get(name)
     if formats is None and preset is None and kv_schedule is None:
-        formats = pairs(k_bits, v_bits, options)
+        formats = pairs([16, 4, 3, 2] if k_bits is None else k_bits, v_bits, options)
+    else:
+        refuse_beside({"formats": formats, "preset": preset, "kv_schedule": kv_schedule}, options, k_bits=k_bits, v_bits=v_bits)
+    if formats is None:
+        refuse_beside({"preset": preset, "kv_schedule": kv_schedule}, skip_first_layers=skip_first_layers or None,
+                      skip_last_layers=skip_last_layers or None)
     compilation_cache.enable()
     bench = Bench.of(checkpoint, tuple(text), context, windows)
     config = bench.model.config
@@ -156,11 +161,30 @@ def candidates(
 
 
 def pairs(k_bits: list[int], v_bits: list[int] | None, options: CacheOptions) -> list[KVFormat]:
-    """The formats of the pairs, without repeats. Raises ValueError for lists that do not pair up."""
+    """The formats of the pairs, without repeats. Raises ValueError for lists that do not pair up, and for options that none of the
+    pairs can have."""
+    for name, bits in (("k_bits", k_bits), ("v_bits", v_bits or [])):
+        if wrong := [b for b in bits if b not in ALL_BITS]:
+            raise ValueError(f"{name}={wrong[0]}: accepted are {', '.join(map(str, ALL_BITS))}")
     v_bits = k_bits if v_bits is None else v_bits
     if len(k_bits) != len(v_bits):
         raise ValueError(f"{k_bits=}, {v_bits=}: must be of one length")
-    return list(dict.fromkeys(options.at(k, v) for k, v in zip(k_bits, v_bits)))
+    formats = list(dict.fromkeys(options.at(k, v) for k, v in zip(k_bits, v_bits)))
+    for name, why in (("outlier_channels", f"outlier_bits={options.outlier_bits} exceeds none of {k_bits=}"),
+                      ("k_sparse", f"needs one of {k_bits=} below 16"), ("v_sparse", f"needs one of {v_bits=} below 16")):
+        if getattr(options, name) and not any(getattr(f, name) for f in formats):
+            raise ValueError(f"{name}={getattr(options, name)}: {why}")
+    return formats
+
+
+def refuse_beside(whole: dict[str, object], options: CacheOptions | None = None, **given) -> None:
+    """Raises ValueError for parts of formats that are given beside whole formats, which would ignore them."""
+    beside = ", ".join(name for name, value in whole.items() if value is not None)
+    if options is not None:
+        given |= {name: value for name, value in vars(options).items() if value != getattr(CacheOptions(), name)}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value}: has no effect beside {beside}, whose formats are whole; give one or the other")
 
 
 def read_windows(path: str, tokenizer: Tokenizer, vocab_size: int, context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:

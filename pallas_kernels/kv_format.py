@@ -178,7 +178,7 @@ class KVFormat:
         self._require("sink_tokens", 0 <= self.sink_tokens < Z, f"must be at least 0 and below page_size={Z}")
         self._require("open_pages", self.open_pages >= 1, "must be at least 1, the page that is being filled")
         block = self.rotation_block
-        self._require("rotation_block", block > 0 and not block & (block - 1), "must be a power of two")
+        self._require("rotation_block", block > 1 and not block & (block - 1), "must be a power of two, at least 2")
         self._check_parts()
         if (self.k_bits == 32) != (self.v_bits == 32):
             raise ValueError(

@@ -214,7 +214,7 @@ def _close_values(layout: PageLayout, v_ref, out_ref) -> None:
         token_tiles = [part * at_once + m for m in range(at_once)]
         columns = [[[_load(v_ref.at[m, :, :, :, e, c], (0, 2, 3, 4, 1, 5)) for c in range(tiles)] for e in range(2)]
                    for m in token_tiles]
-        codes = []
+        codes: list = []
         for m, halves in zip(token_tiles, columns):
             if bits in QUANT_BITS:
                 encoded = [_close_token(x, bits, e, out_ref.at[rows["v_scales"] + m]) for e, x in enumerate(halves)]

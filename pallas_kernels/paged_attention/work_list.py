@@ -121,7 +121,8 @@ def _locate(work: Work, place, kv_lens_ref, q_lens_ref):
 
 
 def _locate_twin(work: Work, place, kv_lens_ref, q_lens_ref):
-    total, row, start = np.int32(0), np.int32(0), np.int32(0)
+    total: Any = np.int32(0)
+    row, start = total, total
     for r in range(work.rows):
         first, end = split_range(work, kv_lens_ref[r], q_lens_ref[r])
         row, start = jnp.where(total <= place, r, row), jnp.where(total <= place, total, start)
@@ -132,7 +133,7 @@ def _locate_twin(work: Work, place, kv_lens_ref, q_lens_ref):
 def _locate_body(work: Work, kv_lens, q_lens, place: fa.FragmentedArray):
     zero, size = ptx.i32(0), ptx.i32(_LANES)
     lane, wanted = ptx.lane_and_warp()[0], place.registers.item()
-    loop = scf.ForOp(zero, ptx.i32(cdiv(work.rows, _LANES) * _LANES), size, [zero] * 3)
+    loop = scf.ForOp(zero, ptx.i32(cdiv(work.rows, _LANES) * _LANES), size, [zero] * 3)  # type: ignore[call-arg, arg-type]
     with ir.InsertionPoint(loop.body):
         total, row, start = loop.inner_iter_args
         r = arith.addi(loop.induction_variable, lane)

@@ -68,9 +68,10 @@ def test_table_and_files(checkpoint, run, tmp_path):
 def test_presets_schedules_and_skipped_layers(checkpoint, run, tmp_path):
     schedule = tmp_path / "schedule.json"
     schedule.write_text('{"base": {"page_size": 32, "k_bits": 2, "v_bits": 2}, "layers": {"0": {"k_bits": 16, "v_bits": 16}}}')
-    small = flags(checkpoint, "--sample_tokens=0", "--k_bits=2")
-    whole, skipped, listed = (
-        run(quality, *small, *more).result["rows"][0] for more in ((), ("--skip_first_layers=1",), (f"--kv_schedule={schedule}",)))
+    short = (f"--checkpoint={checkpoint[0]}", f"--text={checkpoint[1]}", "--context=96", "--windows=2", "--sample_tokens=0")
+    small = (*short, "--k_bits=2", "--page_size=32")
+    whole, skipped, listed = (run(quality, *args).result["rows"][0] for args in (
+        small, (*small, "--skip_first_layers=1"), (*short, f"--kv_schedule={schedule}")))
     assert skipped["kl"] < whole["kl"] and skipped["effective_bits"] == (16 + whole["effective_bits"]) / 2
     assert listed["kl"] == skipped["kl"] and listed["format"] == str(schedule) and whole["sample"] is None
     done = run(quality, f"--checkpoint={checkpoint[0]}", f"--text={checkpoint[1]}", "--context=128", "--windows=1",
@@ -104,11 +105,14 @@ def test_scoring_beyond_what_the_checkpoint_was_trained_on_is_said(trained_on, r
 @pytest.mark.parametrize("more, words", [
     (["--gin=quality.formats = [3]"], ["quality.formats=[3]", "a list of KVFormat"]),
     (["--k_bits=5"], ["k_bits=5"]),
-    (["--k_bits=4,2", "--v_bits=4"], ["k_bits=[4, 2]", "one length"]),
+    (["--k_bits=4,2", "--v_bits=4"], ["k_bits=[4, 2]", "one length"]), (["--v_bits=7"], ["v_bits=7", "accepted are"]),
+    (["--preset=kivi-2"], ["page_size=32", "preset", "no effect"]),
+    (["--k_bits=4", "--outlier_channels=8", "--outlier_bits=4"], ["outlier_channels=8", "outlier_bits=4"]),
+    (["--k_bits=16", "--v_bits=4", "--k_sparse=4"], ["k_sparse=4", "k_bits=[16]"]), (["--rotation_block=1"], ["rotation_block=1"]),
     (["--context=100"], ["context=100", "page_size=32"]),
     (["--context=512"], ["context=512", "max_position_embeddings=256"]),
     (["--windows=0"], ["windows=0"]), (["--sample_tokens=-1"], ["sample_tokens=-1"]),
-    (["--preset=kivi"], ["preset 'kivi'", "kivi-2"]), (["--kv_schedule=/nowhere.json"], ["/nowhere.json"]),
+    (["--preset=kivi"], ["preset 'kivi'", "kivi-2"]),
     (["--skip_last_layers=9"], ["skip_last_layers=9", "2 layers"]), (["--k_group=12"], ["k_group=12", "multiple of 8"]),
     (["--windows=10000"], ["windows=10000", "tokens"]),
     (["--text=/nowhere.txt"], ["text=/nowhere.txt: No such file"]), (["--text="], ["text=: must not be empty"]),

@@ -18,7 +18,7 @@ from pallas_kernels.kv_format import ALL_BITS
     ({"page_size": 100}, "page_size=100"), ({"page_size": 32.0}, "page_size=32.0"),
     ({"outlier_channels": 4}, "outlier_channels=4"), ({"k_bits": 8, "outlier_channels": 8}, "outlier_bits=8: must exceed"),
     ({"sink_tokens": 128}, "sink_tokens=128"),
-    ({"k_bits": 32}, "k_bits=32, v_bits=16"), ({"layout": "tpu"}, "layout='tpu'"), ({"k_range": "max"}, "k_range='max'"),
+    ({"k_bits": 32}, "k_bits=32, v_bits=16"), ({"layout": "rows"}, "layout='rows'"), ({"k_range": "max"}, "k_range='max'"),
     ({"v_rotation": "random"}, "v_rotation='random'"), ({"scale_dtype": "float32"}, "scale_dtype='float32'"),
 ])
 def test_bad_fields_are_named(kwargs, message):
