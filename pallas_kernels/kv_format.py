@@ -329,7 +329,7 @@ class KVFormat:
     def closed_pages(self, kv_len):
         """Closed pages of a sequence of `kv_len` tokens, the query's included, as that query sees it: int, or int array."""
         pages = (kv_len - 1) // self.page_size + 1 - self.open_pages
-        return pages * (pages > 0)
+        return (pages + abs(pages)) // 2  # at least 0; of a Python int, a NumPy or a JAX array alike
 
     def page_layout(self, head_dim: int) -> PageLayout:
         """Where each plane of a closed page lies, for heads of `head_dim` channels. Raises ValueError as `check_head_dim`."""
