@@ -96,7 +96,7 @@ MUTANTS = (
            "packed(self.w_up_EDF[...], self.w_gate_EDF[...])", "tests/moejax/test_expert_weights.py -k rounded"),
     Mutant("packed: columns 8 apart swapped", "pallas_kernels/packed_weights.py", "(6, 0, 1, 9, 2, 4, 8, 7, 3, 5)",
            "(6, 0, 1, 9, 2, 4, 7, 8, 3, 5)", "tests/pallas_kernels/test_packed_weights.py -k one_code"),
-    Mutant("TPU: a slot written while it is read", TPU, "fetcher.start(n + call.slots - 1)", "fetcher.start(n + call.slots)",
+    Mutant("TPU: pages counted from the first row's", TPU, "+ n - self.starts[row]]", "+ n - self.starts[0]]",
            f"{TPU_TESTS} -k ring"),
     Mutant("TPU: value offsets not rescaled", TPU, "alpha * self.z[self.index, :, :1] + z", "self.z[self.index, :, :1] + z",
            f"{TPU_TESTS} -k every_kind"),
