@@ -7,11 +7,14 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
 WARPS = 4  # of a warpgroup
 LANES = 32
+# [4 warps, M, 8]: registers as the accumulators of `mma` have them, two of a lane side by side.
+ACCUMULATOR = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 8, 8), (2,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def i32(value: int) -> ir.Value:
@@ -51,11 +54,26 @@ def shift_right(x: ir.Value, by: int) -> ir.Value:
     return arith.shrui(x, i32(by)) if by > 0 else arith.shli(x, i32(-by))
 
 
+def lop3(a: ir.Value, b: int, c: int | ir.Value, table: int) -> ir.Value:
+    """Any function of three bits, by its table."""
+    if isinstance(c, int):
+        return asm(f"lop3.b32 $0, $1, {b}, {c}, {table};", "=r,r", [a])
+    return asm(f"lop3.b32 $0, $1, {b}, $2, {table};", "=r,r,r", [a, c])
+
+
+def masked(x: ir.Value, mask: int) -> ir.Value:
+    """x & mask; `mask` is for each half of the word."""
+    return lop3(x, mask << 16 | mask, 0, 0xC0)
+
+
 def and_or(x: ir.Value, mask: int, other: int | ir.Value) -> ir.Value:
     """(x & mask) | other, one instruction."""
-    if isinstance(other, int):
-        return asm(f"lop3.b32 $0, $1, {mask}, {other}, {0xEA};", "=r,r", [x])
-    return asm(f"lop3.b32 $0, $1, {mask}, $2, {0xEA};", "=r,r,r", [x, other])
+    return lop3(x, mask, other, 0xEA)
+
+
+def mul_pairs(a: ir.Value, b: ir.Value) -> ir.Value:
+    """Of pairs of bfloat16."""
+    return asm("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b])
 
 
 def scaled(x: ir.Value, factor: int) -> ir.Value:

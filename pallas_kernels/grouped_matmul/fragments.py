@@ -32,8 +32,7 @@ from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.sm90 import LANES, WARPS, and_or, f32, i32, scaled, shift_right
 
 TOKENS = 8  # the N of the instruction
-SUMS = plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS, 8, TOKENS), (2,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+SUMS = sm90.ACCUMULATOR  # [4, columns, 8]
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _INT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 _ONE = 0x3F803F80  # a pair of bfloat16 1.0

@@ -32,20 +32,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from pallas_kernels import mma_sm90
+from pallas_kernels import mma_sm90, sm90
 from pallas_kernels.kv_format import QUANT_BITS, KVFormat
 from pallas_kernels.mma_sm90 import QUAD_WORDS, TILE
 from pallas_kernels.page_layout import PageLayout
-from pallas_kernels.paged_attention import instructions as ptx
-from pallas_kernels.paged_attention.instructions import WARPS
 from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.quantize import bits_to_float32
+from pallas_kernels.sm90 import WARPS
 
 QUERY_ROWS = 8  # the N of the instruction
 OPEN_TOKENS = WARPS * TILE  # tokens of an unquantised tile: a token tile a warp
 
-ROWS = plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS, 8, QUERY_ROWS), (2,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+ROWS = sm90.ACCUMULATOR  # [4, M, 8]
 PER_ROW = ROWS.reduce(2)  # [4, M]: one number a token
 PER_QUERY = ROWS.reduce(1)  # [4, 8]: one number a query row
 QUERIES = ROWS.reduce((0, 1))  # [8]
@@ -192,7 +190,7 @@ def warps_of_this_thread(step: Step) -> list:
         return [np.int32(warp) for warp in range(WARPS)]
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     body = plgpu.inline_mgpu(return_type=result)
-    return [body(lambda ctx: fa.FragmentedArray.splat(ptx.lane_and_warp()[1], (), is_signed=True))()]
+    return [body(lambda ctx: sm90.int_array(sm90.lane_and_warp()[1]))()]
 
 
 # Twins.
@@ -267,31 +265,15 @@ def _value_scale_word(step: Step) -> int:
 # Arrays and their registers.
 
 
-def _split_pair(register: ir.Value) -> list[ir.Value]:
-    return [llvm.extractelement(register, ptx.i32(j)) for j in range(2)]
-
-
 def _accumulators(array: fa.FragmentedArray) -> list[list[ir.Value]]:
     """Registers of a `ROWS` array, four for each tile of 16 rows (two for a last half tile)."""
-    flat = [value for register in array.registers.reshape(-1) for value in _split_pair(register)]
+    flat = sm90.registers(array)
     return [flat[i:i + 4] for i in range(0, len(flat), 4)]
 
 
 def _array(tiles: list[list[ir.Value]], rows: int) -> fa.FragmentedArray:
     """The inverse of `_accumulators`, for [4, rows, 8]."""
-    layout = ROWS.to_mgpu()
-    pair = ir.VectorType.get((2,), ir.F32Type.get())
-    flat = [value for tile in tiles for value in tile]
-    registers = []
-    for i in range(0, len(flat), 2):
-        vector = llvm.mlir_undef(pair)
-        for j in range(2):
-            vector = llvm.insertelement(vector, flat[i + j], ptx.i32(j))
-        registers.append(vector)
-    shape = layout.registers_shape((WARPS, rows, QUERY_ROWS))
-    out = np.empty(len(registers), dtype=object)
-    out[:] = registers
-    return fa.FragmentedArray(_registers=out.reshape(shape), _layout=layout, _is_signed=None)
+    return sm90.array_of([value for tile in tiles for value in tile], (WARPS, rows, QUERY_ROWS), ROWS.to_mgpu(), 2)
 
 
 # Operands.
@@ -312,10 +294,10 @@ def _units(bits: int, tiles: int) -> list[float]:
 def _byte_fields(words: list[ir.Value], bits: int, count: int, high: bool) -> list[list[ir.Value]]:
     """Operands of the first `count` fields of the low or the high byte of each half. The first one's holds all of them."""
     if high:
-        words = first = [ptx.asm("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [w]) for w in words]
+        words = first = [sm90.asm("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [w]) for w in words]
     else:
-        first = [ptx.masked(w, (1 << bits * count) - 1) for w in words]
-    return [first, *([ptx.masked(w, ((1 << bits) - 1) << bits * f) for w in words] for f in range(1, count))]
+        first = [sm90.masked(w, (1 << bits * count) - 1) for w in words]
+    return [first, *([sm90.masked(w, ((1 << bits) - 1) << bits * f) for w in words] for f in range(1, count))]
 
 
 def _separated(sums: list[list[ir.Value]], bits: int) -> list[list[ir.Value]]:
@@ -330,15 +312,15 @@ def _separated(sums: list[list[ir.Value]], bits: int) -> list[list[ir.Value]]:
 def _three_bit_octet(base: ir.Value, quad: int, odd: int | ir.Value) -> list[list[ir.Value]]:
     """Operands of the first or the second octet (`odd`: 0, 1 or an i32) of the three quads from `quad` on."""
     if isinstance(odd, int):
-        x = ptx.load_words(base, (quad + 2 * odd) * _QUAD_BYTES, 4)
-        y = [ptx.shift(w, 8 * odd) for w in ptx.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+        x = sm90.load_words(base, (quad + 2 * odd) * _QUAD_BYTES, 4)
+        y = [sm90.shift_right(w, 8 * odd) for w in sm90.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
     else:
-        x = ptx.load_words(arith.addi(base, ptx.times(odd, 2 * _QUAD_BYTES)), quad * _QUAD_BYTES, 4)
-        y = [arith.shrui(w, ptx.times(odd, 8)) for w in ptx.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
-    middle, far = ([ptx.shift(w, by) for w in x] for by in (4, 10))
+        x = sm90.load_words(arith.addi(base, sm90.scaled(odd, 2 * _QUAD_BYTES)), quad * _QUAD_BYTES, 4)
+        y = [arith.shrui(w, sm90.scaled(odd, 8)) for w in sm90.load_words(base, (quad + 1) * _QUAD_BYTES, 4)]
+    middle, far = ([sm90.shift_right(w, by) for w in x] for by in (4, 10))
     places = ((x, 0), (x, 3), (middle, 2), (middle, 5), (y, 0), (y, 3), (far, 2))
-    out = [[ptx.masked(w, 7 << bit) for w in words] for words, bit in places]
-    return [*out, [ptx.masked_or(high, 0x00C000C0, ptx.masked(low, 0x20)) for high, low in zip(y, far)]]
+    out = [[sm90.masked(w, 7 << bit) for w in words] for words, bit in places]
+    return [*out, [sm90.and_or(high, 0x00C000C0, sm90.masked(low, 0x20)) for high, low in zip(y, far)]]
 
 
 class _Operands:
@@ -353,17 +335,17 @@ class _Operands:
         self.fields = 16 // bits  # of a half word
         self.shift = None
         if sub is not None and bits != 3:
-            start = ptx.times(sub, length)
-            self.base = arith.addi(base, ptx.times(arith.divui(start, ptx.i32(self.fields)), _QUAD_BYTES))
+            start = sm90.scaled(sub, length)
+            self.base = arith.addi(base, sm90.scaled(arith.divui(start, sm90.i32(self.fields)), _QUAD_BYTES))
             if length < self.fields:
-                self.shift = ptx.times(arith.remui(start, ptx.i32(self.fields)), bits)
+                self.shift = sm90.scaled(arith.remui(start, sm90.i32(self.fields)), bits)
 
     def run(self, k: int) -> list[list[ir.Value]]:
         if self.bits == 3:
             return _three_bit_octet(self.base, k // 2 * 3, k % 2 if self.sub is None else self.sub)
         out = []
         for quad in range(cdiv(self.length, self.fields)):
-            words = ptx.load_words(self.base, (k * 8 // self.fields + quad) * _QUAD_BYTES, 4)
+            words = sm90.load_words(self.base, (k * 8 // self.fields + quad) * _QUAD_BYTES, 4)
             if self.bits == 16:
                 out.append(words)
                 continue
@@ -383,7 +365,7 @@ class _Operands:
         else:
             octet = _three_bit_octet(self.base, 3 * k, 0)
             if self.sub is not None:
-                first = arith.cmpi(arith.CmpIPredicate.eq, self.sub, ptx.i32(0))
+                first = arith.cmpi(arith.CmpIPredicate.eq, self.sub, sm90.i32(0))
                 octet = [[arith.select(first, x, y) for x, y in zip(octet[f], octet[f + 4])] for f in range(4)]
             yield from ((0, m, a) for m, a in enumerate(octet))
 
@@ -393,55 +375,55 @@ class _KeyScores:
 
     def __init__(self, step: Step, words_ref, q_ref, start: fa.FragmentedArray):
         self.step = step
-        lane, warp = ptx.lane_and_warp()
-        group, self.i = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
-        self.sub = None if step.warps_per_page == 1 else arith.remui(warp, ptx.i32(step.warps_per_page))
-        page = arith.divui(warp, ptx.i32(step.warps_per_page))
-        self.page = ptx.pointer(words_ref, ptx.times(page, step.layout.key_words * 4))
-        self.codes = arith.addi(self.page, ptx.times(lane, 16))
-        self.q = ptx.pointer(q_ref, ptx.times(group, step.head_dim * 2))
-        self.start = [value for register in start.registers.reshape(-1) for value in _split_pair(register)]
+        lane, warp = sm90.lane_and_warp()
+        group, self.i = arith.shrui(lane, sm90.i32(2)), arith.andi(lane, sm90.i32(3))
+        self.sub = None if step.warps_per_page == 1 else arith.remui(warp, sm90.i32(step.warps_per_page))
+        page = arith.divui(warp, sm90.i32(step.warps_per_page))
+        self.page = sm90.shared_address(words_ref, sm90.scaled(page, step.layout.key_words * 4))
+        self.codes = arith.addi(self.page, sm90.scaled(lane, 16))
+        self.q = sm90.shared_address(q_ref, sm90.scaled(group, step.head_dim * 2))
+        self.start = sm90.registers(start)
 
     def run(self) -> fa.FragmentedArray:
         scores = [[*self.start, *self.start]] * self.step.token_tiles
         for segment in _key_segments(self.step.layout):
             sums, rest = self._segment(segment)
             units = _units(segment.bits, self.step.token_tiles)
-            scores = [[ptx.fma(r, 1 / BOOST, x) for r, x in zip(rest, tile)] for tile in scores] if rest else scores
-            scores = [[ptx.fma(x, unit / BOOST, y) for x, y in zip(*tiles)] for *tiles, unit in zip(sums, scores, units)]
+            scores = [[sm90.fma(r, sm90.f32(1 / BOOST), x) for r, x in zip(rest, tile)] for tile in scores] if rest else scores
+            scores = [[sm90.fma(x, sm90.f32(unit / BOOST), y) for x, y in zip(*tiles)] for *tiles, unit in zip(sums, scores, units)]
         return _array(scores, self.step.tokens)
 
     def _segment(self, segment: _Segment):
         """Sums over the operands of each token tile, and the product of offsets and queries, the same for all tokens."""
-        operands = _Operands(segment.bits, arith.addi(self.codes, ptx.i32(segment.code_word * 4)), self.step.token_tiles, self.sub)
-        sums, rest = [[ptx.f32(0.0)] * 4] * self.step.token_tiles, [ptx.f32(0.0)] * 4
+        operands = _Operands(segment.bits, arith.addi(self.codes, sm90.i32(segment.code_word * 4)), self.step.token_tiles, self.sub)
+        sums, rest = [[sm90.f32(0.0)] * 4] * self.step.token_tiles, [sm90.f32(0.0)] * 4
         for k in range(cdiv(segment.tiles, 2)):
             q = self._pairs(self.q, 2 * segment.channel, segment.tiles, k)
             if segment.bits in QUANT_BITS:
                 scales, offsets = (
                     self._pairs(self.page, segment.scale_word * 4 + byte, segment.tiles, k) for byte in (0, 2 * segment.channels))
                 for z, b in zip(offsets, q):
-                    rest = ptx.mma(rest, [z[0], z[0], z[1], z[1]], b)
-                q = [[ptx.mul_pairs(x, s) for x, s in zip(*pairs)] for pairs in zip(q, scales)]
+                    rest = sm90.mma(rest, [z[0], z[0], z[1], z[1]], b)
+                q = [[sm90.mul_pairs(x, s) for x, s in zip(*pairs)] for pairs in zip(q, scales)]
             for column, m, a in operands.pair(k, len(q)):
-                sums[m] = ptx.mma(sums[m], a, q[column])
+                sums[m] = sm90.mma(sums[m], a, q[column])
         return _separated(sums, segment.bits), rest if segment.bits in QUANT_BITS else None
 
     def _pairs(self, base: ir.Value, byte: int, tiles: int, k: int) -> list[list[ir.Value]]:
         """The lane's two pairs of neighbouring 16-bit channels, for the channel tiles 2 k and 2 k + 1 of an array at `byte`."""
         if 2 * k + 1 < tiles:
-            words = ptx.load_words(arith.addi(base, ptx.times(self.i, 16)), byte + 64 * k, 4)
+            words = sm90.load_words(arith.addi(base, sm90.scaled(self.i, 16)), byte + 64 * k, 4)
             return [words[:2], words[2:]]
-        return [ptx.load_words(arith.addi(base, ptx.times(self.i, 8)), byte + 64 * k, 2)]
+        return [sm90.load_words(arith.addi(base, sm90.scaled(self.i, 8)), byte + 64 * k, 2)]
 
 
 def _rescale_body(step: Step, acc, alpha) -> fa.FragmentedArray:
-    factors = [value for register in alpha.registers.reshape(-1) for value in _split_pair(register)]
-    all_one = ptx.asm(
+    factors = sm90.registers(alpha)
+    all_one = sm90.asm(
         "{.reg .pred p, q; setp.eq.f32 p, $1, 0f3F800000; setp.eq.and.f32 q, $2, 0f3F800000, p; "
         "vote.sync.all.pred p, q, 0xffffffff; selp.u32 $0, 1, 0, p;}", "=r,f,f", factors)
     flat = [value for tile in _accumulators(acc) for value in tile]
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, ptx.i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, all_one, sm90.i32(1)), [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(flat)
     with ir.InsertionPoint(branch.else_block):
@@ -451,14 +433,14 @@ def _rescale_body(step: Step, acc, alpha) -> fa.FragmentedArray:
 
 
 def _value_operands(step: Step, words_ref) -> _Operands:
-    lane, warp = ptx.lane_and_warp()
-    page, sub = (f(warp, ptx.i32(step.warps_per_page)) for f in (arith.divui, arith.remui))
-    base = ptx.pointer(words_ref, ptx.times(page, step.layout.value_words * 4), ptx.times(lane, 16))
+    lane, warp = sm90.lane_and_warp()
+    page, sub = (f(warp, sm90.i32(step.warps_per_page)) for f in (arith.divui, arith.remui))
+    base = sm90.shared_address(words_ref, sm90.scaled(page, step.layout.value_words * 4), sm90.scaled(lane, 16))
     octets, bits = step.octets, step.fmt.v_bits
     if octets == 1 and bits == 3:  # two warps share the three quads of two octets
-        base = arith.addi(base, ptx.times(arith.divui(sub, ptx.i32(2)), 3 * _QUAD_BYTES))
-        return _Operands(bits, base, 8, arith.remui(sub, ptx.i32(2)))
-    return _Operands(bits, arith.addi(base, ptx.times(sub, octets * bits * _QUAD_BYTES // 2)), 8, None)
+        base = arith.addi(base, sm90.scaled(arith.divui(sub, sm90.i32(2)), 3 * _QUAD_BYTES))
+        return _Operands(bits, base, 8, arith.remui(sub, sm90.i32(2)))
+    return _Operands(bits, arith.addi(base, sm90.scaled(sub, octets * bits * _QUAD_BYTES // 2)), 8, None)
 
 
 def _add_values_body(step: Step, words_ref, p, acc) -> fa.FragmentedArray:
@@ -466,7 +448,7 @@ def _add_values_body(step: Step, words_ref, p, acc) -> fa.FragmentedArray:
     for octet in range(step.octets):
         for f, a in enumerate(operands.run(octet)):
             m, column = divmod(8 * octet + f, len(sums))
-            sums[column] = ptx.mma(sums[column], a, b[m])
+            sums[column] = sm90.mma(sums[column], a, b[m])
     return _array(sums, step.head_dim)
 
 
@@ -474,7 +456,7 @@ def _finished_values_body(step: Step, acc) -> fa.FragmentedArray:
     sums = _separated(_accumulators(acc), step.fmt.v_bits)
     tiles = []
     for tile, unit in zip(sums, _units(step.fmt.v_bits, len(sums))):  # in two steps: the unit is beyond float32
-        tiles.append([arith.mulf(arith.mulf(x, ptx.f32(2.0**64)), ptx.f32(unit / 2.0**64)) for x in tile])
+        tiles.append([arith.mulf(arith.mulf(x, sm90.f32(2.0**64)), sm90.f32(unit / 2.0**64)) for x in tile])
     return _array(tiles, step.head_dim)
 
 
@@ -482,65 +464,58 @@ def _probability_operands(p: fa.FragmentedArray) -> list[list[ir.Value]]:
     """Operand B of each token tile: rounded to bfloat16 and transposed within the warp."""
     out = []
     for c in _accumulators(p):
-        pairs = [ptx.asm("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [c[j + 1], c[j]]) for j in (0, 2)]
-        out.append([ptx.asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x]) for x in pairs])
+        pairs = [sm90.asm("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [c[j + 1], c[j]]) for j in (0, 2)]
+        out.append([sm90.asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x]) for x in pairs])
     return out
 
 
 def _load_value_scales(step: Step, words_ref) -> tuple[fa.FragmentedArray, fa.FragmentedArray]:
-    lane, warp = ptx.lane_and_warp()
-    page = arith.divui(warp, ptx.i32(step.warps_per_page))
-    sub = arith.remui(warp, ptx.i32(step.warps_per_page))
-    address = ptx.pointer(
-        words_ref, ptx.times(page, step.layout.value_words * 4), ptx.times(sub, step.tokens * 4),
-        ptx.times(arith.shrui(lane, ptx.i32(2)), 4))
+    lane, warp = sm90.lane_and_warp()
+    page = arith.divui(warp, sm90.i32(step.warps_per_page))
+    sub = arith.remui(warp, sm90.i32(step.warps_per_page))
+    address = sm90.shared_address(
+        words_ref, sm90.scaled(page, step.layout.value_words * 4), sm90.scaled(sub, step.tokens * 4),
+        sm90.scaled(arith.shrui(lane, sm90.i32(2)), 4))
     layout, f32 = PER_ROW.to_mgpu(), ir.F32Type.get()
     scales, offsets = [], []
     for row in range(step.tokens // 8):
-        [word] = ptx.load_words(address, (_value_scale_word(step) + 8 * row) * 4, 1)
-        scales.append(arith.bitcast(f32, arith.shli(word, ptx.i32(16))))
-        offsets.append(arith.bitcast(f32, arith.andi(word, ptx.i32(0xFFFF0000))))
-    return _row_array(scales, layout, step.tokens), _row_array(offsets, layout, step.tokens)
-
-
-def _row_array(values: list[ir.Value], layout, rows: int) -> fa.FragmentedArray:
-    registers = np.empty(len(values), dtype=object)
-    vector = ir.VectorType.get((1,), ir.F32Type.get())
-    registers[:] = [llvm.insertelement(llvm.mlir_undef(vector), v, ptx.i32(0)) for v in values]
-    return fa.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape((WARPS, rows))), _layout=layout, _is_signed=None)
+        [word] = sm90.load_words(address, (_value_scale_word(step) + 8 * row) * 4, 1)
+        scales.append(arith.bitcast(f32, arith.shli(word, sm90.i32(16))))
+        offsets.append(arith.bitcast(f32, arith.andi(word, sm90.i32(0xFFFF0000))))
+    scale, offset = (sm90.array_of(values, (WARPS, step.tokens), layout, 1) for values in (scales, offsets))
+    return scale, offset
 
 
 def _open_scores_body(step: Step, k_ref, q_ref) -> fa.FragmentedArray:
-    lane, warp = ptx.lane_and_warp()
-    group, i = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
+    lane, warp = sm90.lane_and_warp()
+    group, i = arith.shrui(lane, sm90.i32(2)), arith.andi(lane, sm90.i32(3))
     row_bytes = 2 * step.head_dim
-    k = ptx.pointer(k_ref, ptx.times(warp, TILE * row_bytes), ptx.times(group, row_bytes), ptx.times(i, 16))
-    q = ptx.pointer(q_ref, ptx.times(group, row_bytes), ptx.times(i, 16))
-    acc = [ptx.f32(0.0)] * 4
+    k = sm90.shared_address(k_ref, sm90.scaled(warp, TILE * row_bytes), sm90.scaled(group, row_bytes), sm90.scaled(i, 16))
+    q = sm90.shared_address(q_ref, sm90.scaled(group, row_bytes), sm90.scaled(i, 16))
+    acc = [sm90.f32(0.0)] * 4
     for r in range(step.head_dim // 32):
-        low, high, b = (ptx.load_words(x, offset + 64 * r, 4) for x, offset in ((k, 0), (k, 8 * row_bytes), (q, 0)))
+        low, high, b = (sm90.load_words(x, offset + 64 * r, 4) for x, offset in ((k, 0), (k, 8 * row_bytes), (q, 0)))
         for j in (0, 2):
-            acc = ptx.mma(acc, [low[j], high[j], low[j + 1], high[j + 1]], b[j:j + 2])
-    return _array([[arith.mulf(x, ptx.f32(1 / BOOST)) for x in acc]], TILE)
+            acc = sm90.mma(acc, [low[j], high[j], low[j + 1], high[j + 1]], b[j:j + 2])
+    return _array([[arith.mulf(x, sm90.f32(1 / BOOST)) for x in acc]], TILE)
 
 
 def _add_open_values_body(step: Step, v_ref, p, acc) -> fa.FragmentedArray:
-    lane, warp = ptx.lane_and_warp()
+    lane, warp = sm90.lane_and_warp()
     row_bytes = 2 * step.head_dim
     # Lane l gives the address of row l % 8 of 8 x 8 matrix l // 8: token half matrix // 2, channel half matrix % 2.
-    token = arith.addi(arith.andi(lane, ptx.i32(7)), arith.andi(arith.shrui(lane, ptx.i32(1)), ptx.i32(8)))
-    channel = arith.andi(lane, ptx.i32(8))
-    v = ptx.pointer(v_ref, ptx.times(warp, TILE * row_bytes), ptx.times(token, row_bytes), ptx.times(channel, 2))
+    token = arith.addi(arith.andi(lane, sm90.i32(7)), arith.andi(arith.shrui(lane, sm90.i32(1)), sm90.i32(8)))
+    channel = arith.andi(lane, sm90.i32(8))
+    v = sm90.shared_address(v_ref, sm90.scaled(warp, TILE * row_bytes), sm90.scaled(token, row_bytes), sm90.scaled(channel, 2))
     [b] = _probability_operands(p)
     tiles = _accumulators(acc)
     code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];"
     for column in range(len(tiles)):
-        address = arith.addi(v, ptx.i32(2 * TILE * column))
+        address = arith.addi(v, sm90.i32(2 * TILE * column))
         # Reads shared memory: must stay behind the wait for the copy that wrote it.
         i32 = ir.IntegerType.get_signless(32)
         out = llvm.inline_asm(
             llvm.StructType.get_literal([i32] * 4), [address], code, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         a = [llvm.extractvalue(i32, out, [j]) for j in range(4)]
-        tiles[column] = ptx.mma(tiles[column], a, b)
+        tiles[column] = sm90.mma(tiles[column], a, b)
     return _array(tiles, step.head_dim)

@@ -17,15 +17,14 @@ from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf
+from jaxlib.mlir.dialects import arith, memref, scf
 
+from pallas_kernels import sm90
 from pallas_kernels.mma_sm90 import TOKENS
-from pallas_kernels.paged_attention import instructions as ptx
 from pallas_kernels.pallas_utils import cdiv
 
 SPLIT_PAGES = 16
 _SPLIT_TOKENS = TOKENS * SPLIT_PAGES
-_LANES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +66,20 @@ jax.tree_util.register_dataclass(Item)
 
 def split_range(work: Work, kv_len, q_len) -> tuple[jax.Array, jax.Array]:
     """First split that a row's queries see, and one past its last; none for a row that is not in use."""
-    end = jnp.maximum(cdiv_splits(closed_pages(work, kv_len)), 1)
-    first = jnp.minimum(lax.div(lowest_token(work, kv_len, q_len), _SPLIT_TOKENS), end - 1)
+    first, end = _seen_splits(work, kv_len, q_len)
     return first, jnp.where((kv_len > 0) & (q_len > 0), end, first)
+
+
+def _seen_splits(work: Work, kv_len, q_len):
+    """The same, for a row that is in use."""
+    end = jnp.maximum(lax.div(closed_pages(work, kv_len) + SPLIT_PAGES - 1, SPLIT_PAGES), 1)
+    return jnp.minimum(lax.div(lowest_token(work, kv_len, q_len), _SPLIT_TOKENS), end - 1), end
 
 
 def closed_pages(work: Work, kv_len):
     """`KVFormat.closed_pages`, of an array or of a scalar in a kernel."""
     newest = lax.div(jnp.maximum(kv_len - 1, 0), np.int32(TOKENS))
     return jnp.maximum(newest + 1 - work.open_pages, 0)
-
-
-def cdiv_splits(pages):
-    return lax.div(pages + SPLIT_PAGES - 1, SPLIT_PAGES)
 
 
 def lowest_token(work: Work, kv_len, q_len):
@@ -96,8 +96,7 @@ def find(work: Work, index, kv_lens_ref, q_lens_ref) -> tuple[Item, Any]:
     kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
     closed = closed_pages(work, kv_len)
     lowest = lowest_token(work, kv_len, q_len)
-    end_split = jnp.maximum(cdiv_splits(closed), 1)
-    first_split = jnp.minimum(lax.div(lowest, _SPLIT_TOKENS), end_split - 1)
+    first_split, end_split = _seen_splits(work, kv_len, q_len)
     split = jnp.where(is_last, end_split - 1, first_split + place - start)
     end_page = jnp.minimum(closed, (split + 1) * SPLIT_PAGES)
     num_items = (num_full + work.rows) * work.heads
@@ -131,43 +130,39 @@ def _locate_twin(work: Work, place, kv_lens_ref, q_lens_ref):
 
 
 def _locate_body(work: Work, kv_lens, q_lens, place: fa.FragmentedArray):
-    zero, size = ptx.i32(0), ptx.i32(_LANES)
-    lane, wanted = ptx.lane_and_warp()[0], place.registers.item()
-    loop = scf.ForOp(zero, ptx.i32(cdiv(work.rows, _LANES) * _LANES), size, [zero] * 3)  # type: ignore[call-arg, arg-type]
+    zero, size = sm90.i32(0), sm90.i32(sm90.LANES)
+    lane, wanted = sm90.lane_and_warp()[0], place.registers.item()
+    loop = scf.ForOp(zero, sm90.i32(cdiv(work.rows, sm90.LANES) * sm90.LANES), size, [zero] * 3)  # type: ignore[call-arg, arg-type]
     with ir.InsertionPoint(loop.body):
         total, row, start = loop.inner_iter_args
         r = arith.addi(loop.induction_variable, lane)
-        inside = _less(r, ptx.i32(work.rows))
+        inside = _less(r, sm90.i32(work.rows))
         at = [arith.index_cast(ir.IndexType.get(), arith.select(inside, r, zero))]
         splits = arith.select(inside, _full_splits(work, memref.load(kv_lens, at), memref.load(q_lens, at)), zero)
-        through = splits  # of this row and those before it among the 32
-        for distance in (1, 2, 4, 8, 16):
-            through = _asm(
-                f"{{.reg .b32 x; .reg .pred p; shfl.sync.up.b32 x|p, $1, {distance}, 0, 0xffffffff; @!p mov.b32 x, 0; "
-                "add.s32 $0, $1, x;}", "=r,r", through)
+        through = sm90.prefix_sum(splits)  # of this row and those before it among the 32
         rest = arith.subi(wanted, total)
         # The lane of the row: as many lanes are before it as end at or before `wanted`.
-        before = _asm(
+        before = sm90.asm(
             "{.reg .b32 x; .reg .pred p; setp.le.s32 p, $1, $2; vote.sync.ballot.b32 x, p, 0xffffffff; popc.b32 $0, x;}",
-            "=r,r,r", through, rest)
+            "=r,r,r", [through, rest], in_step=True)
         first = _from_lane(arith.subi(through, splits), before)
-        count = _from_lane(through, ptx.i32(_LANES - 1))
+        count = _from_lane(through, sm90.i32(sm90.LANES - 1))
         here = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, rest, zero), _less(rest, count))
         scf.yield_([
             arith.addi(total, count), arith.select(here, arith.addi(loop.induction_variable, before), row),
             arith.select(here, arith.addi(total, first), start)])
-    return tuple(fa.FragmentedArray.splat(x, (), is_signed=True) for x in loop.results)
+    return tuple(map(sm90.int_array, loop.results))
 
 
 def _full_splits(work: Work, kv_len: ir.Value, q_len: ir.Value) -> ir.Value:
     """Splits of a row that its queries see, without the last."""
-    zero, one = ptx.i32(0), ptx.i32(1)
+    zero, one = sm90.i32(0), sm90.i32(1)
     # Splits begin every _SPLIT_TOKENS tokens, and the last holds at least one closed page, if there is one.
-    last = arith.divui(arith.maxsi(arith.subi(kv_len, ptx.i32(TOKENS * work.open_pages + 1)), zero), ptx.i32(_SPLIT_TOKENS))
+    last = arith.divui(arith.maxsi(arith.subi(kv_len, sm90.i32(TOKENS * work.open_pages + 1)), zero), sm90.i32(_SPLIT_TOKENS))
     full = last
     if work.sliding_window is not None:
-        lowest = arith.maxsi(arith.addi(arith.subi(kv_len, q_len), ptx.i32(1 - work.sliding_window)), zero)
-        full = arith.subi(last, arith.minsi(arith.divui(lowest, ptx.i32(_SPLIT_TOKENS)), last))
+        lowest = arith.maxsi(arith.addi(arith.subi(kv_len, q_len), sm90.i32(1 - work.sliding_window)), zero)
+        full = arith.subi(last, arith.minsi(arith.divui(lowest, sm90.i32(_SPLIT_TOKENS)), last))
     used = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, kv_len, one), arith.cmpi(arith.CmpIPredicate.sge, q_len, one))
     return arith.select(used, full, zero)
 
@@ -177,9 +172,4 @@ def _less(x: ir.Value, y: ir.Value) -> ir.Value:
 
 
 def _from_lane(x: ir.Value, lane: ir.Value) -> ir.Value:
-    return _asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", x, lane)
-
-
-def _asm(code: str, constraints: str, *operands: ir.Value) -> ir.Value:
-    """PTX that all lanes of the warp run together, so that it must stay where it is."""
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), code, constraints, has_side_effects=True)
+    return sm90.asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], in_step=True)

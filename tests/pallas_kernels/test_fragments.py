@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, mma_sm90
-from pallas_kernels.paged_attention import fragments, instructions
+from pallas_kernels import KVFormat, mma_sm90, sm90
+from pallas_kernels.paged_attention import fragments
 
 LANE = np.arange(32, dtype=np.uint32)
 
@@ -48,11 +48,11 @@ def on_numpy(monkeypatch):
     arith = types.SimpleNamespace(
         **{name: lanes(f) for name, f in names.items()}, subf=np.subtract, select=np.where, cmpi=lambda _, a, b: a == b,
         CmpIPredicate=types.SimpleNamespace(eq=None))
-    for module in (fragments, instructions):
+    for module in (fragments, sm90):
         monkeypatch.setattr(module, "arith", arith)
-    monkeypatch.setattr(instructions, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
-    monkeypatch.setattr(instructions, "load_words", load)
-    monkeypatch.setattr(instructions, "asm", lambda code, constraints, operands: instruction(code, operands))
+    monkeypatch.setattr(sm90, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
+    monkeypatch.setattr(sm90, "load_words", load)
+    monkeypatch.setattr(sm90, "asm", lambda code, constraints, operands: instruction(code, operands))
     return memory
 
 
@@ -85,9 +85,9 @@ def test_value_operands_hold_the_codes_of_the_warp(on_numpy, monkeypatch, head_d
     on_numpy.append(np.asarray(mma_sm90.pack_values(jnp.asarray(codes), bits)))
     tiles = tiles_of(codes, "values").swapaxes(0, 1).reshape(-1, 32, 4, 2)
     step = fragments.Step(KVFormat(v_bits=bits, layout="mma_sm90").page_layout(head_dim), warps_per_page, use_twins=False)
-    monkeypatch.setattr(instructions, "pointer", lambda ref, page, lane: lane)
+    monkeypatch.setattr(sm90, "shared_address", lambda ref, page, lane: lane)
     for warp in range(warps_per_page):
-        monkeypatch.setattr(instructions, "lane_and_warp", lambda warp=warp: (LANE, np.uint32(warp)))
+        monkeypatch.setattr(sm90, "lane_and_warp", lambda warp=warp: (LANE, np.uint32(warp)))
         operands = fragments._value_operands(step, None)
         for octet in range(step.octets):
             check_registers(operands.run(octet), tiles[8 * (warp * step.octets + octet):], bits)
