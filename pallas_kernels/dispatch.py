@@ -6,6 +6,8 @@ over to the next; what was refused is logged, with the reason. ValueError means 
 """
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,9 @@ PLATFORM_ORDER: dict[str, tuple[str, ...]] = {
     "tpu": ("mosaic_tpu", "ragged_dot", "reference"),
 }
 
+# Kernels in modules of their own: the platform, and what they run on.
+MOSAIC = {"mosaic_gpu": ("gpu", "NVIDIA Hopper"), "mosaic_tpu": ("tpu", "TPU")}
+
 _registry: dict[str, dict[str, Callable[..., Any]]] = {}
 _served: dict[str, str] = {}
 
@@ -30,6 +35,12 @@ def register(op: str, implementation: str, function: Callable[..., Any]) -> None
     if implementation in functions:
         raise ValueError(f"{op}: implementation {implementation!r} is registered already")
     functions[implementation] = function
+
+
+def register_mosaic(op: str) -> None:
+    """Adds the functions `pallas_kernels.OP.mosaic_gpu.OP` and `pallas_kernels.OP.mosaic_tpu.OP`."""
+    for name in MOSAIC:
+        register(op, name, functools.partial(_run_mosaic, op, name))
 
 
 def implementations(op: str) -> tuple[str, ...]:
@@ -66,6 +77,16 @@ def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         _served[op] = name
         return result
     raise NotImplementedError(f"{op}: no implementation can serve this call; {_reasons(refused)}")
+
+
+def _run_mosaic(op: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    platform, chip = MOSAIC[name]
+    if jax.default_backend() != platform:
+        raise NotImplementedError(f"{name}: runs on {chip}, not on {jax.default_backend()}")
+    if platform == "gpu" and (capability := jax.devices()[0].compute_capability) != "9.0":
+        raise NotImplementedError(f"{name}: runs on {chip}, not on a GPU of {capability=}")
+    module = importlib.import_module(f"pallas_kernels.{op}.{name}")  # only now: it needs parts of jax that other platforms may lack
+    return getattr(module, op)(*args, **kwargs)
 
 
 def _functions(op: str) -> dict[str, Callable[..., Any]]:

@@ -8,25 +8,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.close_page import reference
 from pallas_kernels.kv_format import KVFormat
 
-
-def _mosaic_gpu(*args, **kwargs) -> jax.Array:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on {jax.default_backend()}")
-    from pallas_kernels.close_page import mosaic_gpu  # needs parts of jax that other platforms may lack
-
-    return mosaic_gpu.close_page(*args, **kwargs)
-
-
-def _mosaic_tpu(*args, **kwargs) -> jax.Array:
-    if jax.default_backend() != "tpu":
-        raise NotImplementedError(f"mosaic_tpu: runs on TPU, not on {jax.default_backend()}")
-    from pallas_kernels.close_page import mosaic_tpu
-
-    return mosaic_tpu.close_page(*args, **kwargs)
-
-
-dispatch.register("close_page", "mosaic_gpu", _mosaic_gpu)
-dispatch.register("close_page", "mosaic_tpu", _mosaic_tpu)
+dispatch.register_mosaic("close_page")
 dispatch.register("close_page", "reference", reference.close_page)
 
 OPEN_DTYPES = ("bfloat16", "float32")

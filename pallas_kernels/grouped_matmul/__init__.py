@@ -12,28 +12,7 @@ from pallas_kernels.packed_weights import BLOCK, PackedWeights
 from pallas_kernels.qarray import QArray
 from pallas_kernels.tpu_weights import TpuWeights
 
-
-def _mosaic_gpu(*args, **kwargs) -> jax.Array:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on {jax.default_backend()}")
-    capability = jax.devices()[0].compute_capability
-    if capability != "9.0":
-        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on a GPU of {capability=}")
-    from pallas_kernels.grouped_matmul import mosaic_gpu  # needs parts of jax that other platforms may lack
-
-    return mosaic_gpu.grouped_matmul(*args, **kwargs)
-
-
-def _mosaic_tpu(*args, **kwargs) -> jax.Array:
-    if jax.default_backend() != "tpu":
-        raise NotImplementedError(f"mosaic_tpu: runs on TPU, not on {jax.default_backend()}")
-    from pallas_kernels.grouped_matmul import mosaic_tpu
-
-    return mosaic_tpu.grouped_matmul(*args, **kwargs)
-
-
-dispatch.register("grouped_matmul", "mosaic_gpu", _mosaic_gpu)
-dispatch.register("grouped_matmul", "mosaic_tpu", _mosaic_tpu)
+dispatch.register_mosaic("grouped_matmul")
 dispatch.register("grouped_matmul", "reference", reference.grouped_matmul)
 dispatch.register("grouped_matmul", "ragged_dot", reference.ragged_dot)
 

@@ -8,25 +8,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.paged_attention import reference
 
-
-def _mosaic_gpu(*args, **kwargs) -> jax.Array:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"mosaic_gpu: runs on NVIDIA Hopper, not on {jax.default_backend()}")
-    from pallas_kernels.paged_attention import mosaic_gpu  # needs parts of jax that other platforms may lack
-
-    return mosaic_gpu.paged_attention(*args, **kwargs)
-
-
-def _mosaic_tpu(*args, **kwargs) -> jax.Array:
-    if jax.default_backend() != "tpu":
-        raise NotImplementedError(f"mosaic_tpu: runs on TPU, not on {jax.default_backend()}")
-    from pallas_kernels.paged_attention import mosaic_tpu
-
-    return mosaic_tpu.paged_attention(*args, **kwargs)
-
-
-dispatch.register("paged_attention", "mosaic_gpu", _mosaic_gpu)
-dispatch.register("paged_attention", "mosaic_tpu", _mosaic_tpu)
+dispatch.register_mosaic("paged_attention")
 dispatch.register("paged_attention", "reference", reference.paged_attention)
 
 FLOATS = ("bfloat16", "float16", "float32")

@@ -1,5 +1,7 @@
 import logging
+import types
 
+import jax
 import pytest
 
 from pallas_kernels import dispatch
@@ -53,3 +55,14 @@ def test_unknown_names_are_listed(op):
         dispatch.call("other", None, 1)
     with pytest.raises(ValueError, match="'picky' is registered already"):
         dispatch.register(op, "picky", print)
+
+
+@pytest.mark.parametrize("op", ["close_page", "grouped_matmul", "paged_attention"])
+def test_kernels_name_the_device_that_they_do_not_run_on(op, monkeypatch):
+    for name, chip in (("mosaic_gpu", "NVIDIA Hopper"), ("mosaic_tpu", "TPU")):
+        with pytest.raises(NotImplementedError, match=f"{name}: runs on {chip}, not on cpu"):
+            dispatch.call(op, name)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability="8.0")])
+    with pytest.raises(NotImplementedError, match="not on a GPU of capability='8.0'"):
+        dispatch.call(op, "mosaic_gpu")
