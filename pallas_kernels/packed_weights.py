@@ -29,8 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import stored_weights
 from pallas_kernels.pallas_utils import align_to
-from pallas_kernels.qarray import SCALE_DTYPES, QArray
+from pallas_kernels.qarray import QArray
+from pallas_kernels.stored_weights import MatrixLayout, StoredWeights, codes_of, weights_of
 
 BLOCK = 32  # n of a unit, a chunk and a block
 UNIT = 32  # k of a unit
@@ -41,35 +43,13 @@ ALIGN_WORDS = 32  # a chunk is a multiple of 128 bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightLayout:
-    """How matrices [k, n] are packed.
-
-    Attributes:
-      k: contraction, a multiple of 32.
-      n: output columns, a multiple of 32.
-      bits: 2, 3, 4 or 8, or 16 for bfloat16 numbers without scales.
-      group_size: k of one scale; a multiple of 32. k for 16 bits.
-      scale_dtype: float32 or bfloat16.
-      has_zero: are there zero points?
-    """
-
-    k: int
-    n: int
-    bits: int
-    group_size: int
-    scale_dtype: str = "float32"
-    has_zero: bool = False
+class WeightLayout(MatrixLayout):
+    """How matrices [k, n] are packed: k, n and group_size are multiples of 32."""
 
     def __post_init__(self):
-        for name in ("k", "n", "group_size"):
-            if getattr(self, name) < 1 or getattr(self, name) % UNIT:
-                raise ValueError(f"{name}={getattr(self, name)}: must be a multiple of {UNIT}")
-        if self.bits not in (2, 3, 4, 8, 16):
-            raise ValueError(f"bits={self.bits}: accepted are 2, 3, 4, 8, 16")
+        self.check(k=UNIT, n=BLOCK, group_size=UNIT)
         if self.k % self.group_size or min(self.group_size % self.chunk, self.chunk % self.group_size):
             raise ValueError(f"group_size={self.group_size}: must divide k={self.k}, and divide or be divided by {self.chunk}")
-        if self.scale_dtype not in SCALE_DTYPES:
-            raise ValueError(f"scale_dtype={self.scale_dtype!r}: accepted are {', '.join(SCALE_DTYPES)}")
 
     @property
     def chunk(self) -> int:
@@ -121,34 +101,20 @@ class WeightLayout:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
-class PackedWeights:
+class PackedWeights(StoredWeights):
     """Packed matrices [k, n], of all experts or of one.
 
     Attributes:
       words: uint32 [..., n / 32, chunks, layout.words].
-      layout: how.
+      layout: `WeightLayout`.
     """
 
-    words: jax.Array
     layout: WeightLayout
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array this stands for."""
-        return *self.words.shape[:-3], self.layout.k, self.layout.n
+    matrix_axes = 3
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.words.nbytes
-
-    def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """The array, [..., k, n] in `dtype`; computed in float32."""
-        unpacked = unpack_weights(self)
-        return unpacked.dequantize(dtype) if isinstance(unpacked, QArray) else unpacked.astype(dtype)
+    def unpack(self) -> QArray | jax.Array:
+        return unpack_weights(self)
 
 
 def pack_weights(w: QArray | jax.Array) -> PackedWeights:
@@ -160,35 +126,16 @@ def pack_weights(w: QArray | jax.Array) -> PackedWeights:
     Raises:
       ValueError: shapes, dtypes or groups that cannot be packed.
     """
-    if w.ndim != 3:
-        raise ValueError(f"{w.shape=}: must be [E, k, n]")
-    *_, k, n = w.shape
-    if not isinstance(w, QArray):
-        if w.dtype != jnp.bfloat16:
-            raise ValueError(f"w.dtype={w.dtype}: must be bfloat16, or a QArray")
-        layout = WeightLayout(k=k, n=n, bits=16, group_size=k)
-    else:
-        if w.axis != -2:
-            raise ValueError(f"w.axis={w.axis}: quantisation groups must run along k, axis -2")
-        layout = WeightLayout(
-            k=k, n=n, bits=w.bits, group_size=w.group_size, scale_dtype=w.scale.dtype.name, has_zero=w.zero_point is not None)
-    # An expert at a time: what is being packed takes four bytes a code.
-    return PackedWeights(lax.map(functools.partial(_pack, layout=layout), w), layout)
+    return PackedWeights(*stored_weights.pack(w, WeightLayout, _pack))
 
 
 def unpack_weights(packed: PackedWeights) -> QArray | jax.Array:
     """The inverse of `pack_weights`, any leading axes."""
     layout = packed.layout
     codes, scale, zero = unpack_chunks(packed.words, layout)
-    codes = _join_chunks(codes)
-    if scale is None:
-        return lax.bitcast_convert_type(codes.astype(jnp.uint16), jnp.bfloat16)
-    dtype = jnp.dtype("int8" if layout.bits == 8 else "int4")
     stride = max(1, layout.group_size // layout.chunk)
-    qvalue = (codes.astype(jnp.int32) - (1 << layout.bits - 1)).astype(jnp.int8).astype(dtype)
-    scale = _join_chunks(scale)[..., ::stride, :]
-    zero_point = None if zero is None else _join_chunks(zero)[..., ::stride, :].astype(jnp.int8).astype(dtype)
-    return QArray(qvalue, scale, zero_point, -2, layout.group_size, layout.bits)
+    scale, zero = (None if x is None else _join_chunks(x)[..., ::stride, :] for x in (scale, zero))
+    return weights_of(_join_chunks(codes), scale, zero, layout)
 
 
 def interleave(gate, up):
@@ -236,12 +183,8 @@ def unpack_chunks(words: jax.Array, layout: WeightLayout) -> tuple[jax.Array, ja
 
 def _pack(w: QArray | jax.Array, layout: WeightLayout) -> jax.Array:
     """One matrix to uint32 [blocks, chunks, words]."""
-    if isinstance(w, QArray):
-        codes = (w.qvalue.astype(jnp.int32) + (1 << layout.bits - 1)).astype(jnp.uint32)
-    else:
-        codes = lax.bitcast_convert_type(w, jnp.uint16).astype(jnp.uint32)
     # [chunk, unit, i, j, h, e, block, r, u, g] -> [block, chunk, unit, g, i, h, u, r, j, e]
-    x = codes.reshape(layout.chunks, layout.units, 4, 2, 2, 2, layout.blocks, 2, 2, 8)
+    x = codes_of(w).reshape(layout.chunks, layout.units, 4, 2, 2, 2, layout.blocks, 2, 2, 8)
     x = x.transpose(6, 0, 1, 9, 2, 4, 8, 7, 3, 5).reshape(layout.blocks, layout.chunks, layout.units, LANES, SLOTS, 2)
     shifts = (0, 2) if layout.bits == 3 else (0,)
     parts = [_pack_plane(x >> shift, bits) for shift, bits in zip(shifts, layout.planes)]

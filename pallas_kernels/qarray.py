@@ -11,6 +11,11 @@ WEIGHT_BITS = (2, 3, 4, 8)
 SCALE_DTYPES = ("float32", "bfloat16")
 
 
+def code_dtype(bits: int) -> jnp.dtype:
+    """Dtype of the codes of a `QArray`."""
+    return jnp.dtype("int8" if bits == 8 else "int4")
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["qvalue", "scale", "zero_point"], meta_fields=["axis", "group_size", "bits"])
@@ -88,7 +93,7 @@ def quantize(
     if group_size < 1 or size % group_size:
         raise ValueError(f"{group_size=}: must divide the {size} elements of axis {axis} of {w.shape=}")
     groups = _split_groups(w.astype(jnp.float32), axis, group_size)
-    dtype = jnp.dtype("int8" if bits == 8 else "int4")
+    dtype = code_dtype(bits)
     top = 2 ** (bits - 1) - 1
     if symmetric:
         scale = (jnp.max(jnp.abs(groups), axis, keepdims=True) / top).astype(scale_dtype).astype(jnp.float32)

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tpu_tiles
+from pallas_kernels import stored_weights, tpu_tiles
 from pallas_kernels.pallas_utils import align_to
-from pallas_kernels.qarray import SCALE_DTYPES, QArray
+from pallas_kernels.qarray import QArray
+from pallas_kernels.stored_weights import MatrixLayout, StoredWeights, codes_of, lowest, weights_of
 
 LANES = 128
 COLUMNS = 2 * LANES  # columns come in blocks of this many
@@ -32,39 +33,14 @@ _RUN = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TpuWeightLayout:
-    """How matrices [k, n] are packed.
-
-    Attributes:
-      k: contraction, a multiple of 16.
-      n: output columns, a multiple of 32.
-      bits: 2, 3, 4 or 8, or 16 for bfloat16 numbers without scales.
-      group_size: k of one scale: k itself, a multiple of 128, or a divisor of 128. k for 16 bits.
-      scale_dtype: float32 or bfloat16.
-      has_zero: are there zero points?
-
-    Raises:
-      ValueError: a field out of what is accepted, by name.
-    """
-
-    k: int
-    n: int
-    bits: int
-    group_size: int
-    scale_dtype: str = "float32"
-    has_zero: bool = False
+class TpuWeightLayout(MatrixLayout):
+    """How matrices [k, n] are packed: k is a multiple of 16, n of 32; group_size is k, a multiple of 128, or a divisor of 128."""
 
     def __post_init__(self):
-        for name, unit in (("k", 16), ("n", 32)):
-            if getattr(self, name) < 1 or getattr(self, name) % unit:
-                raise ValueError(f"{name}={getattr(self, name)}: must be a multiple of {unit}")
-        if self.bits not in (2, 3, 4, 8, 16):
-            raise ValueError(f"bits={self.bits}: accepted are 2, 3, 4, 8, 16")
+        self.check(k=16, n=32)
         size = self.group_size
         if size < 1 or self.k % size or (size != self.k and size % LANES and LANES % size):
             raise ValueError(f"group_size={size}: must divide k={self.k}, and be k, a multiple of {LANES}, or a divisor of it")
-        if self.scale_dtype not in SCALE_DTYPES:
-            raise ValueError(f"scale_dtype={self.scale_dtype!r}: accepted are {', '.join(SCALE_DTYPES)}")
 
     @property
     def step(self) -> int:
@@ -112,34 +88,20 @@ class TpuWeightLayout:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
-class TpuWeights:
+class TpuWeights(StoredWeights):
     """Packed matrices [k, n], of all experts or of one.
 
     Attributes:
       words: uint32 [..., layout.rows, layout.columns].
-      layout: how.
+      layout: `TpuWeightLayout`.
     """
 
-    words: jax.Array
     layout: TpuWeightLayout
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array this stands for."""
-        return *self.words.shape[:-2], self.layout.k, self.layout.n
+    matrix_axes = 2
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.words.nbytes
-
-    def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """The array, [..., k, n] in `dtype`; computed in float32."""
-        unpacked = unpack_tpu_weights(self)
-        return unpacked.dequantize(dtype) if isinstance(unpacked, QArray) else unpacked.astype(dtype)
+    def unpack(self) -> QArray | jax.Array:
+        return unpack_tpu_weights(self)
 
 
 def pack_tpu_weights(w: QArray | jax.Array) -> TpuWeights:
@@ -151,20 +113,7 @@ def pack_tpu_weights(w: QArray | jax.Array) -> TpuWeights:
     Raises:
       ValueError: shapes, dtypes or groups that cannot be packed.
     """
-    if w.ndim != 3:
-        raise ValueError(f"{w.shape=}: must be [E, k, n]")
-    *_, k, n = w.shape
-    if not isinstance(w, QArray):
-        if w.dtype != jnp.bfloat16:
-            raise ValueError(f"w.dtype={w.dtype}: must be bfloat16, or a QArray")
-        layout = TpuWeightLayout(k=k, n=n, bits=16, group_size=k)
-    else:
-        if w.axis != -2:
-            raise ValueError(f"w.axis={w.axis}: quantisation groups must run along k, axis -2")
-        layout = TpuWeightLayout(
-            k=k, n=n, bits=w.bits, group_size=w.group_size, scale_dtype=w.scale.dtype.name, has_zero=w.zero_point is not None)
-    # An expert at a time: what is being packed takes four bytes a code.
-    return TpuWeights(lax.map(functools.partial(_pack, layout=layout), w), layout)
+    return TpuWeights(*stored_weights.pack(w, TpuWeightLayout, _pack))
 
 
 def unpack_tpu_weights(packed: TpuWeights) -> QArray | jax.Array:
@@ -176,16 +125,10 @@ def unpack_tpu_weights(packed: TpuWeights) -> QArray | jax.Array:
     codes = jnp.stack([pairs & 0xFFFF, pairs >> 16], axis=-2).reshape(*lead, layout.padded_k, -1)
     codes = split_runs(codes[..., :layout.k, :], layout.n)
     if layout.bits == 16:
-        return lax.bitcast_convert_type(codes.astype(jnp.uint16), jnp.bfloat16)
+        return weights_of(codes, None, None, layout)
     scale, zero = (None if x is None else split_runs(_each_group_once(x, layout), layout.n) for x in numbers(words, layout))
-    low, dtype = 1 << layout.bits - 1, jnp.dtype("int8" if layout.bits == 8 else "int4")
-
-    def signed(x):
-        return (x.astype(jnp.int32) - low).astype(jnp.int8).astype(dtype)
-
     assert scale is not None
-    return QArray(signed(codes), scale.astype(layout.scale_dtype), None if zero is None else signed(zero), -2, layout.group_size,
-                  layout.bits)
+    return weights_of(codes, scale.astype(layout.scale_dtype), None if zero is None else zero - lowest(layout.bits), layout)
 
 
 def numbers(words: jax.Array, layout: TpuWeightLayout) -> tuple[jax.Array, jax.Array | None]:
@@ -213,17 +156,14 @@ def split_runs(x: jax.Array, n: int) -> jax.Array:
 
 def _pack(w: QArray | jax.Array, layout: TpuWeightLayout) -> jax.Array:
     """One matrix to uint32 [rows, columns]."""
-    if isinstance(w, QArray):
-        codes = (w.qvalue.astype(jnp.int32) + (1 << layout.bits - 1)).astype(jnp.uint32)
-    else:
-        codes = lax.bitcast_convert_type(w, jnp.uint16).astype(jnp.uint32)
-    codes = jnp.pad(join_runs(codes), [(0, layout.padded_k - layout.k), (0, 0)]).reshape(layout.steps, layout.step // 2, 2, -1)
+    codes = jnp.pad(join_runs(codes_of(w)), [(0, layout.padded_k - layout.k), (0, 0)])
+    codes = codes.reshape(layout.steps, layout.step // 2, 2, -1)
     words = [tpu_tiles.pack_pairs(codes[:, :, 0] | (codes[:, :, 1] << 16), layout.bits).reshape(layout.scale_row, -1)]
     if isinstance(w, QArray):
         scale = lax.bitcast_convert_type(_repeated(w.scale.astype(jnp.float32), layout), jnp.uint32)
         zero = jnp.zeros_like(scale)
         if w.zero_point is not None:
-            zero = _repeated(w.zero_point.astype(jnp.float32) + (1 << layout.bits - 1), layout)
+            zero = _repeated(w.zero_point.astype(jnp.float32) + lowest(layout.bits), layout)
             zero = lax.bitcast_convert_type(zero, jnp.uint32)
         if layout.scale_dtype == "bfloat16":
             words.append((scale >> 16) | zero)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.packed_weights import BLOCK, PackedWeights
+from pallas_kernels.packed_weights import BLOCK
 from pallas_kernels.qarray import QArray
-from pallas_kernels.tpu_weights import TpuWeights
+from pallas_kernels.stored_weights import StoredWeights
 
 dispatch.register_mosaic("grouped_matmul")
 dispatch.register("grouped_matmul", "reference", reference.grouped_matmul)
@@ -18,7 +18,7 @@ dispatch.register("grouped_matmul", "ragged_dot", reference.ragged_dot)
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array | QArray | PackedWeights | TpuWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
+    x: jax.Array, w: jax.Array | QArray | StoredWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
     glu: Callable[[jax.Array, jax.Array], jax.Array] | None = None, implementation: str | None = None,
     preferred_element_type=None,
 ) -> jax.Array:
@@ -53,7 +53,7 @@ def grouped_matmul(
     if isinstance(w, QArray):
         if w.axis != -2:
             raise ValueError(f"w.axis={w.axis}: quantisation groups must run along k, axis -2")
-    elif not isinstance(w, PackedWeights | TpuWeights) and not jnp.issubdtype(w.dtype, jnp.floating):
+    elif not isinstance(w, StoredWeights) and not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(f"{w.dtype=}: must be a float dtype, a QArray, PackedWeights or TpuWeights")
     if bias is not None and bias.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"{bias.shape=}: must be {(w.shape[0], w.shape[2])}, of {w.shape=}")

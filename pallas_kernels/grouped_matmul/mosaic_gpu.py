@@ -26,14 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import fragments
 from pallas_kernels.grouped_matmul.fragments import SUMS, TOKENS
+from pallas_kernels.grouped_matmul.served import refuse_others
 from pallas_kernels.packed_weights import BLOCK, PackedWeights, WeightLayout
 from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.sm90 import WARPS
 
-MAX_ROWS = 4096  # above, a kernel that computes 64 rows or more at a time is in order
 SMEM_BYTES = 227 * 1024
 MAX_BARRIERS = 32
-OUT_DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +109,7 @@ def grouped_matmul(
     Raises:
       NotImplementedError: what this kernel does not serve, by name.
     """
-    _refuse(x, w, preferred_element_type)
+    refuse_others("mosaic_gpu", PackedWeights, x, w, preferred_element_type)
     tuning = tuning or default_tuning(w.layout, x.shape[0])
     call = _Call(w.layout, tuning, glu, use_twins=interpret is not None)
     width = w.layout.n if glu is None else w.layout.n // 2
@@ -140,17 +139,6 @@ def default_tuning(layout: WeightLayout, rows: int) -> Tuning:
         if stages >= 3:
             return Tuning(token_tiles, warpgroups, stages)
     raise NotImplementedError(f"mosaic_gpu: chunks of {layout} do not fit into shared memory")
-
-
-def _refuse(x, w, out_dtype) -> None:
-    if not isinstance(w, PackedWeights):
-        raise NotImplementedError(f"mosaic_gpu: {type(w).__name__} weights {w.shape}: only PackedWeights (pack_weights) are read")
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"mosaic_gpu: x.dtype={x.dtype}: only bfloat16")
-    if not 0 < x.shape[0] <= MAX_ROWS:
-        raise NotImplementedError(f"mosaic_gpu: {x.shape=}: 1 to {MAX_ROWS} rows")
-    if jnp.dtype(out_dtype).name not in OUT_DTYPES:
-        raise NotImplementedError(f"mosaic_gpu: preferred_element_type={out_dtype}: only {', '.join(OUT_DTYPES)}")
 
 
 def _kernel_body(call: _Call, x_ref, words_ref, sizes_ref, *refs, ring, sums_smem, barriers):

@@ -25,15 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.grouped_matmul.served import refuse_others
 from pallas_kernels.pallas_utils import cdiv
 from pallas_kernels.tpu_tiles import unpack_pairs
 from pallas_kernels.tpu_weights import COLUMNS, LANES, TpuWeightLayout, TpuWeights, join_runs, split_runs
 
-MAX_ROWS = 4096
 TILE_ROWS = (16, 32, 64)
 BLOCK_BYTES = 2 << 20  # of words, where a matrix can be cut so
 MAX_BLOCK_BYTES = 4 << 20  # two such blocks and a tile of rows fit VMEM
-OUT_DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +53,17 @@ def grouped_matmul(
     """See `pallas_kernels.grouped_matmul.grouped_matmul`.
 
     Args:
-      x: bfloat16 [M, k], M at most MAX_ROWS.
+      x: bfloat16 [M, k], M at most `served.MAX_ROWS`.
       w: `TpuWeights`.
       interpret: `pltpu.InterpretParams()` to run on CPU.
 
     Raises:
       NotImplementedError: what this kernel does not serve, by name.
     """
-    _refuse(x, w, preferred_element_type)
+    refuse_others("mosaic_tpu", TpuWeights, x, w, preferred_element_type)
+    if 4 * w.layout.rows * COLUMNS > MAX_BLOCK_BYTES:
+        raise NotImplementedError(
+            f"mosaic_tpu: k={w.layout.k} at {w.layout.bits} bits: {w.layout.rows} rows of {COLUMNS} words do not fit VMEM")
     layout, (rows, _), num_experts = w.layout, x.shape, w.shape[0]
     call = _Call(layout, _tile_rows(rows, num_experts), _block_columns(layout), bias is not None, glu)
     tiles = min(rows, min(rows, num_experts) + rows // call.tile)
@@ -76,20 +78,6 @@ def grouped_matmul(
     out = out[:, :n] if glu is not None else split_runs(out, n)
     inside = jnp.arange(rows, dtype=jnp.int32) < group_sizes.sum(dtype=jnp.int32)
     return jnp.where(inside[:, None], jnp.take(out, place, axis=0, mode="clip"), jnp.zeros((), out.dtype))
-
-
-def _refuse(x, w, out_dtype) -> None:
-    if not isinstance(w, TpuWeights):
-        raise NotImplementedError(f"mosaic_tpu: {type(w).__name__} weights: only TpuWeights (`pack_tpu_weights`)")
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"mosaic_tpu: x.dtype={x.dtype}: only bfloat16")
-    if not 0 < x.shape[0] <= MAX_ROWS:
-        raise NotImplementedError(f"mosaic_tpu: {x.shape=}: 1 to {MAX_ROWS} rows")
-    if jnp.dtype(out_dtype).name not in OUT_DTYPES:
-        raise NotImplementedError(f"mosaic_tpu: preferred_element_type={jnp.dtype(out_dtype)}: only {', '.join(OUT_DTYPES)}")
-    if 4 * w.layout.rows * COLUMNS > MAX_BLOCK_BYTES:
-        raise NotImplementedError(
-            f"mosaic_tpu: k={w.layout.k} at {w.layout.bits} bits: {w.layout.rows} rows of {COLUMNS} words do not fit VMEM")
 
 
 def _tile_rows(rows: int, num_experts: int) -> int:

@@ -13,19 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.packed_weights import PackedWeights, deinterleave
+from pallas_kernels.packed_weights import deinterleave
 from pallas_kernels.pallas_utils import compute_dtype
 from pallas_kernels.qarray import QArray
-from pallas_kernels.tpu_weights import TpuWeights
+from pallas_kernels.stored_weights import StoredWeights
 
 MAX_TILE_ROWS = 128
-
-
-QUANTISED = (QArray, PackedWeights, TpuWeights)
+QUANTISED = (QArray, StoredWeights)
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array | QArray | PackedWeights | TpuWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
+    x: jax.Array, w: jax.Array | QArray | StoredWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
     glu: Callable | None = None, preferred_element_type: jnp.dtype,
 ) -> jax.Array:
     """See `pallas_kernels.grouped_matmul.grouped_matmul`."""
@@ -37,7 +35,7 @@ def grouped_matmul(
 
 
 def ragged_dot(
-    x: jax.Array, w: jax.Array | QArray | PackedWeights | TpuWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
+    x: jax.Array, w: jax.Array | QArray | StoredWeights, group_sizes: jax.Array, *, bias: jax.Array | None = None,
     glu: Callable | None = None, preferred_element_type: jnp.dtype,
 ) -> jax.Array:
     """The same through `jax.lax.ragged_dot`, which has a grouped kernel on TPU; quantised weights are dequantised first."""
@@ -137,7 +135,7 @@ def _tiles(group_sizes: jax.Array, tile: int):
     return tile_ends[-1], locate
 
 
-def _expert_weights(w: jax.Array | QArray | PackedWeights | TpuWeights, expert: jax.Array, dtype) -> jax.Array:
+def _expert_weights(w: jax.Array | QArray | StoredWeights, expert: jax.Array, dtype) -> jax.Array:
     """Weights of one expert in `dtype`."""
     one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), w)
     return one.dequantize(dtype) if isinstance(one, QUANTISED) else one.astype(dtype)
