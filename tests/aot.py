@@ -22,6 +22,12 @@ def fmt(k_bits: int, v_bits: int, **others) -> tuple[tuple[str, object], ...]:
     return tuple({"k_bits": k_bits, "v_bits": v_bits, **others}.items())
 
 
+def weights(bits: int, k: int, n: int, group_size: int, scale_dtype: str = "float32", has_zero: bool = False):
+    """Fields of a layout of packed weights, as a `MatmulPoint` holds them."""
+    return tuple({"bits": bits, "k": k, "n": n, "group_size": group_size, "scale_dtype": scale_dtype,
+                  "has_zero": has_zero}.items())
+
+
 class Lowers(Protocol):
     """What is compiled."""
 

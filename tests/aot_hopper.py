@@ -16,7 +16,7 @@ import pathlib
 import sys
 
 from tests import aot
-from tests.aot import BITS, EVERYTHING, HEAD_DIMS, fmt
+from tests.aot import BITS, EVERYTHING, HEAD_DIMS, fmt, weights
 
 # What the compiler must know of the target. Sizes: NVIDIA H100/H200 data sheets and the CUDA programming guide, capability 9.0.
 TARGET = """
@@ -86,10 +86,6 @@ def close_page_points() -> list[aot.Lowers]:
 
 
 def grouped_matmul_points() -> list[aot.Lowers]:
-    def weights(bits, k, n, group_size, scale_dtype="float32", has_zero=False):
-        return tuple({"bits": bits, "k": k, "n": n, "group_size": group_size, "scale_dtype": scale_dtype,
-                      "has_zero": has_zero}.items())
-
     out = [HopperMatmulPoint(weights(bits, 2048, 1536, group, scale, zero), glu=not zero)
            for bits, group, (scale, zero) in itertools.product(
                (2, 3, 4, 8), (32, 64, 128, 2048), (("float32", False), ("bfloat16", True)))]

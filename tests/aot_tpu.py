@@ -16,50 +16,43 @@ import os
 import sys
 
 from tests import aot
-from tests.aot import BITS, EVERYTHING, HEAD_DIMS, fmt
+from tests.aot import BITS, EVERYTHING, HEAD_DIMS, fmt, weights
 
 # The smallest slice that each generation comes in.
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuPoint(aot.Point):
-    """One advertised call of `paged_attention` on one chip."""
+class _OnChip:
+    """A point on one chip."""
 
     chip: str = "v5e"
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip} {super().name}"  # type: ignore[misc]
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuPoint(_OnChip, aot.Point):
+    """One advertised call of `paged_attention`."""
 
     layout, implementation = "tpu", "mosaic_tpu"
     batch = 300  # so many that the compiler does not put small operands into VMEM, where they would not count as the kernel's
 
-    @property
-    def name(self) -> str:
-        return f"{self.chip} {super().name}"
-
 
 @dataclasses.dataclass(frozen=True)
-class TpuClosePoint(aot.ClosePoint):
-    """One advertised call of `close_page` on one chip."""
-
-    chip: str = "v5e"
+class TpuClosePoint(_OnChip, aot.ClosePoint):
+    """One advertised call of `close_page`."""
 
     layout, implementation = "tpu", "mosaic_tpu"
 
-    @property
-    def name(self) -> str:
-        return f"{self.chip} {super().name}"
-
 
 @dataclasses.dataclass(frozen=True)
-class TpuMatmulPoint(aot.MatmulPoint):
-    """One advertised call of `grouped_matmul` on one chip."""
-
-    chip: str = "v5e"
+class TpuMatmulPoint(_OnChip, aot.MatmulPoint):
+    """One advertised call of `grouped_matmul`."""
 
     implementation = "mosaic_tpu"
-
-    @property
-    def name(self) -> str:
-        return f"{self.chip} {super().name}"
 
     def packed(self, array):
         import jax.numpy as jnp
@@ -73,11 +66,6 @@ class TpuMatmulPoint(aot.MatmulPoint):
 AnyPoint = TpuPoint | TpuClosePoint | TpuMatmulPoint
 
 
-def _weights(bits: int, k: int, n: int, group_size: int, scale_dtype: str = "float32", has_zero: bool = False):
-    return tuple({"bits": bits, "k": k, "n": n, "group_size": group_size, "scale_dtype": scale_dtype,
-                  "has_zero": has_zero}.items())
-
-
 def few_points() -> list[AnyPoint]:
     """Every width of codes, every head_dim and every option once."""
     return [
@@ -86,9 +74,9 @@ def few_points() -> list[AnyPoint]:
         TpuPoint(fmt(16, 2, open_pages=2), kv_heads=3, group=1),
         TpuClosePoint(fmt(3, 4, outlier_channels=16, outlier_bits=8), 64), TpuClosePoint(fmt(2, 16)),
         TpuClosePoint(fmt(16, 8), 256),
-        TpuMatmulPoint(_weights(4, 2048, 1536, 128), glu=True), TpuMatmulPoint(_weights(3, 704, 2880, 32, has_zero=True), 64, 32),
-        TpuMatmulPoint(_weights(8, 768, 2048, 64, "bfloat16", True), bias=True),
-        TpuMatmulPoint(_weights(16, 2880, 2880, 2880), 8, 32, out_dtype="float32"),
+        TpuMatmulPoint(weights(4, 2048, 1536, 128), glu=True), TpuMatmulPoint(weights(3, 704, 2880, 32, has_zero=True), 64, 32),
+        TpuMatmulPoint(weights(8, 768, 2048, 64, "bfloat16", True), bias=True),
+        TpuMatmulPoint(weights(16, 2880, 2880, 2880), 8, 32, out_dtype="float32"),
     ]
 
 
@@ -123,13 +111,13 @@ def _close_page_points() -> list[TpuClosePoint]:
 
 
 def _matmul_points() -> list[TpuMatmulPoint]:
-    out = [TpuMatmulPoint(_weights(bits, 2048, 1536, group, scale, zero), glu=not zero)
+    out = [TpuMatmulPoint(weights(bits, 2048, 1536, group, scale, zero), glu=not zero)
            for bits, group, (scale, zero) in itertools.product(
                (2, 3, 4, 8), (32, 64, 128, 2048), (("float32", False), ("bfloat16", True)))]
-    out += [TpuMatmulPoint(_weights(16, k, 2048, k), bias=True, out_dtype="float32") for k in (768, 2880)]
-    out += [TpuMatmulPoint(_weights(4, k, n, 32, has_zero=True), 64, 32, bias=True)
+    out += [TpuMatmulPoint(weights(16, k, 2048, k), bias=True, out_dtype="float32") for k in (768, 2880)]
+    out += [TpuMatmulPoint(weights(4, k, n, 32, has_zero=True), 64, 32, bias=True)
             for k, n in ((704, 2880), (2880, 704), (1408, 2048), (768, 2048), (2880, 2880), (32, 32), (96, 64))]
-    out += [TpuMatmulPoint(_weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512, 4096)]
+    out += [TpuMatmulPoint(weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512, 4096)]
     return out
 
 

@@ -1,7 +1,10 @@
-"""What every implementation of `close_page` must do. Subclass `ClosePageCases` and set `implementation`."""
+"""What every implementation of `close_page` must do, and every kernel. Subclass `ClosePageCases`, `SameBitsCases`."""
 from __future__ import annotations
 
+import types
+
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -143,3 +146,73 @@ class ClosePageCases:
         k[..., 3] = k[..., 3] * 0.5 + 50
         opened, _ = reopen(self.close(k, v, fmt), kv_format=fmt, head_dim=24)
         assert np.abs(np.asarray(opened) - k)[..., 3].max() < 0.3
+
+
+class SameBitsCases:
+    """What a kernel of `close_page` must do besides: write the bits that the reference writes, padding included.
+
+    Subclass, set the three attributes, and say how pages are closed with it.
+    """
+
+    backend: types.ModuleType
+    implementation: str
+    layout: str
+
+    def run(self, k, v, fmt: KVFormat, num_sinks) -> np.ndarray:
+        raise NotImplementedError
+
+    def check(self, k, v, fmt: KVFormat, num_sinks=0) -> None:
+        sinks = np.asarray(num_sinks, np.int32)
+        want = np.asarray(close(k, v, kv_format=fmt, num_sinks=sinks, implementation="reference"))
+        out = self.run(k, v, fmt, sinks)
+        assert out.dtype == want.dtype and out.shape == want.shape
+        for name, (first, words) in fmt.page_layout(k.shape[-1]).planes().items():
+            np.testing.assert_array_equal(out[..., first:first + words], want[..., first:first + words], err_msg=name)
+        np.testing.assert_array_equal(out, want, err_msg="padding")
+
+    def format_of(self, k_bits: int, v_bits: int, outlier_channels: int = 0, outlier_bits: int = 16, **others) -> KVFormat:
+        return KVFormat(k_bits=k_bits, v_bits=v_bits, outlier_channels=outlier_channels, outlier_bits=outlier_bits,
+                        layout=self.layout, **others)
+
+    @pytest.mark.parametrize(("widths", "head_dim"), [
+        ((2, 3), 64), ((3, 2, 16, 4), 128), ((4, 8, 32, 8), 64), ((8, 16, 16, 16), 64), ((16, 4), 64), ((2, 2, 32, 16), 256)],
+        ids=str)
+    def test_same_bits(self, widths, head_dim):
+        fmt = self.format_of(*widths)
+        self.check(*make_page(fmt, lead=(), num_kv_heads=2, head_dim=head_dim), fmt)
+
+    def test_leading_axes_and_sinks_of_each_row(self):
+        fmt = self.format_of(2, 2, sink_tokens=70)
+        k, v = make_page(fmt, lead=(1, 3), num_kv_heads=2)
+        k[:, :, :, :70] *= 1000
+        self.check(k, v, fmt, [[0, 17, 70]])
+        self.check(k[0, 0], v[0, 0], fmt, 127)
+
+    def test_zero_constant_and_huge_groups(self):
+        fmt = self.format_of(3, 2, 16, 8)
+        k, v = (x.astype(np.float32) for x in make_page(fmt, lead=(), num_kv_heads=1))
+        k[0, :, :8] = np.array([0, 0, 3, -1e30, 1e30, 1e-38, -5e-39, 7])  # constant
+        k[0, ::2, 8:16] = np.array([0, 1e30, -1e37, 2e-38, 1, -1, 1e-30, -3])  # two values
+        v[0, :4] = np.array([0, -2, 1e30, 1e-38])[:, None]
+        v[0, 4:8, :2] = np.array([[-1e37, 1e37], [-1e-37, 1e-38], [1e9, 1e9], [0, 0]])
+        self.check(k.astype(ml_dtypes.bfloat16), v.astype(ml_dtypes.bfloat16), fmt)
+
+    def test_every_step_between_two_codes(self):
+        """Numbers near the middle between two codes, where a code turns on the last bit of a quotient."""
+        fmt = self.format_of(8, 4)
+        grid = np.linspace(-1, 1, 128, dtype=np.float32)[None, :, None] * np.geomspace(1, 3, 64, dtype=np.float32)
+        self.check(grid.astype(ml_dtypes.bfloat16), grid[:, :, ::-1].astype(ml_dtypes.bfloat16), fmt)
+
+    @pytest.mark.parametrize(("change", "message"), [
+        ({"layout": "linear"}, "layout='linear'"), ({"k_range": "clipped"}, "k_range='clipped'"),
+        ({"v_range": "clipped"}, "v_range='clipped'"), ({"dtype": jnp.float32}, "open_k.dtype=float32"),
+        ({"head_dim": 96}, "head_dim=96"), ({"kv_heads": 0}, "no page")])
+    def test_what_it_does_not_serve_is_named(self, change, message):
+        options = {"dtype": jnp.bfloat16, "head_dim": 64, "kv_heads": 1} | change
+        x = jnp.zeros((options.pop("kv_heads"), 128, options.pop("head_dim")), options.pop("dtype"))
+        fmt = KVFormat(k_bits=2, v_bits=2, **{"layout": self.layout, **options})
+        with pytest.raises(NotImplementedError, match=message):
+            self.backend.close_page(x, x, kv_format=fmt, num_sinks=jnp.zeros((), jnp.int32))
+        if jax.default_backend() == "cpu":
+            with pytest.raises(NotImplementedError, match="not on cpu"):
+                close_page(x, x, kv_format=fmt, implementation=self.implementation)

@@ -1,11 +1,14 @@
 """What every implementation of `grouped_matmul` must do.
 
-Subclass `GroupedMatmulCases` and set `implementation`; `PackedMatmulCases` holds what is asked of packed weights at decode sizes.
+Subclass `GroupedMatmulCases` and set `implementation`; `PackedMatmulCases` holds what is asked of packed weights at decode sizes,
+`MosaicMatmulCases` what is asked of a kernel.
 """
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -87,10 +90,7 @@ class GroupedMatmulCases:
     def test_quantised_weights(self, bits, group_size, symmetric):
         x, w = inputs()
         q = quantize(w + 0.5, bits=bits, group_size=group_size, symmetric=symmetric)
-        exact = (np.asarray(q.qvalue).astype(np.float64).reshape(EXPERTS, -1, q.group_size, N_SIZE)
-                 - (0 if q.zero_point is None else np.asarray(q.zero_point).astype(np.float64)[:, :, None])
-                 ) * np.asarray(q.scale).astype(np.float64)[:, :, None]
-        expected = oracle(x, exact.reshape(w.shape), GROUPS["uneven"])
+        expected = oracle(x, dequantized(q), GROUPS["uneven"])
         assert_close(self.run(x, q, GROUPS["uneven"]), expected, "matmul_f32")
 
     @pytest.mark.parametrize("groups", ["uneven", "rows left over"])
@@ -229,3 +229,34 @@ class PackedMatmulCases:
         self.check(Packed(x_size=(1e-6, 1.0, 1e6)))
         self.check(Packed(w_size=(1e-3,) * 64 + (1e3,) * 64 + (1.0,) * 64))
         self.check(Packed(x_size=(1e6,), w_size=(1e-6,)))
+
+
+class MosaicMatmulCases(PackedMatmulCases):
+    """What a kernel must do besides. Subclass, set the attributes, and say how it is run on what `pack_weights` packed."""
+
+    backend: types.ModuleType
+    implementation: str
+    pack: Callable  # to the weights that it reads
+    reads: str  # their name
+
+    def test_a_row_alone_and_among_others_is_the_same_bits(self):
+        problem = Packed(sizes=(3, 0, 13, 1), rows=18)
+        x, _, packed = problem.make()
+        together = np.asarray(self.run(x, packed, problem.sizes, preferred_element_type=jnp.dtype("float32")))
+        for row, sizes in ((2, (1, 0, 0, 0)), (3, (0, 0, 1, 0)), (15, (0, 0, 1, 0)), (16, (0, 0, 0, 1))):
+            alone = np.asarray(self.run(x[row:row + 1], packed, sizes, preferred_element_type=jnp.dtype("float32")))
+            np.testing.assert_array_equal(alone[0], together[row])
+
+    @pytest.mark.parametrize(("change", "message"), [
+        ({"w": quantize(jnp.ones((2, 64, 32)), bits=4)}, "QArray weights"), ({"w": jnp.ones((2, 64, 32))}, "only {}"),
+        ({"x": jnp.zeros((4, 64))}, "x.dtype=float32"), ({"x": jnp.zeros((5000, 64), jnp.bfloat16)}, "5000"),
+        ({"preferred_element_type": jnp.float16}, "float16")])
+    def test_what_it_does_not_serve_is_named(self, change, message):
+        arguments = {
+            "x": jnp.zeros((4, 64), jnp.bfloat16), "w": type(self).pack(quantize(jnp.ones((2, 64, 32)), bits=4)),
+            "group_sizes": jnp.zeros(2, jnp.int32), "preferred_element_type": jnp.bfloat16} | change
+        with pytest.raises(NotImplementedError, match=message.format(self.reads)):
+            self.backend.grouped_matmul(**arguments)
+        if jax.default_backend() == "cpu":
+            with pytest.raises(NotImplementedError, match="not on cpu"):
+                grouped_matmul(**arguments, implementation=self.implementation)

@@ -4,115 +4,52 @@ Tests marked `gpu` hold every combination and run on a GPU only: `python -m pyte
 """
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import KVFormat, close_page
 from pallas_kernels.close_page import mosaic_gpu
-from tests.pallas_kernels.close_page_cases import close, make_page
+from tests.pallas_kernels.close_page_cases import SameBitsCases, close, make_page
 
 ON_GPU = jax.default_backend() == "gpu"
 gpu = pytest.mark.gpu
 on_gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
 
 
-def run(k, v, fmt: KVFormat, num_sinks=0) -> np.ndarray:
-    if ON_GPU:
-        return np.asarray(close(k, v, kv_format=fmt, num_sinks=np.int32(num_sinks), implementation="mosaic_gpu"))
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return np.asarray(mosaic_gpu.close_page(
-            jnp.asarray(k), jnp.asarray(v), kv_format=fmt, num_sinks=jnp.asarray(num_sinks, jnp.int32), interpret=interpret))
+class TestMosaicGpu(SameBitsCases):
+    backend, implementation, layout = mosaic_gpu, "mosaic_gpu", "mma_sm90"
 
+    def run(self, k, v, fmt, num_sinks):
+        if ON_GPU:
+            return np.asarray(close(k, v, kv_format=fmt, num_sinks=num_sinks, implementation="mosaic_gpu"))
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return np.asarray(mosaic_gpu.close_page(
+                jnp.asarray(k), jnp.asarray(v), kv_format=fmt, num_sinks=jnp.asarray(num_sinks), interpret=interpret))
 
-def check(k, v, fmt: KVFormat, num_sinks=0) -> None:
-    want = np.asarray(close(k, v, kv_format=fmt, num_sinks=np.int32(num_sinks), implementation="reference"))
-    out = run(k, v, fmt, num_sinks)
-    assert out.dtype == want.dtype and out.shape == want.shape
-    for name, (first, words) in fmt.page_layout(k.shape[-1]).planes().items():
-        np.testing.assert_array_equal(out[..., first:first + words], want[..., first:first + words], err_msg=name)
-    np.testing.assert_array_equal(out, want, err_msg="padding")
+    @gpu
+    @on_gpu_only
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("v_bits", [2, 3, 4, 8, 16])
+    @pytest.mark.parametrize("k_bits", [2, 3, 4, 8, 16])
+    def test_every_pair_of_bits(self, k_bits, v_bits, head_dim):
+        fmt = self.format_of(k_bits, v_bits)
+        self.check(*make_page(fmt, lead=(5,), head_dim=head_dim), fmt, [0, 1, 4, 64, 127])
 
+    @gpu
+    @on_gpu_only
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("outlier_bits", [4, 8, 16])
+    @pytest.mark.parametrize("outlier_channels", [16, 32])
+    @pytest.mark.parametrize("k_bits", [2, 3, 4, 8])
+    def test_every_kind_of_promoted_channels(self, k_bits, outlier_channels, outlier_bits, head_dim):
+        if outlier_bits > k_bits:
+            fmt = self.format_of(k_bits, 2, outlier_channels, outlier_bits)
+            self.check(*make_page(fmt, lead=(5,), head_dim=head_dim), fmt, 4)
 
-def format_of(k_bits: int, v_bits: int, outlier_channels: int = 0, outlier_bits: int = 16, **others) -> KVFormat:
-    return KVFormat(
-        k_bits=k_bits, v_bits=v_bits, outlier_channels=outlier_channels, outlier_bits=outlier_bits, layout="mma_sm90", **others)
-
-
-@pytest.mark.parametrize(("fmt", "head_dim"), [
-    (format_of(2, 3), 64), (format_of(3, 2, 16, 4), 128), (format_of(4, 8, 32, 8), 64), (format_of(8, 16, 16, 16), 64),
-    (format_of(16, 4), 64), (format_of(2, 2, 32, 16), 256)], ids=lambda x: x.name if isinstance(x, KVFormat) else None)
-def test_same_bits(fmt, head_dim):
-    check(*make_page(fmt, lead=(), num_kv_heads=2, head_dim=head_dim), fmt)
-
-
-def test_leading_axes_and_sinks_of_each_row():
-    fmt = format_of(2, 2, sink_tokens=70)
-    k, v = make_page(fmt, lead=(1, 3), num_kv_heads=2)
-    k[:, :, :, :70] *= 1000
-    check(k, v, fmt, [[0, 17, 70]])
-    check(k[0, 0], v[0, 0], fmt, 127)
-
-
-def test_zero_constant_and_huge_groups():
-    fmt = format_of(3, 2, 16, 8)
-    k, v = (x.astype(np.float32) for x in make_page(fmt, lead=(), num_kv_heads=1))
-    k[0, :, :8] = np.array([0, 0, 3, -1e30, 1e30, 1e-38, -5e-39, 7])  # constant
-    k[0, ::2, 8:16] = np.array([0, 1e30, -1e37, 2e-38, 1, -1, 1e-30, -3])  # two values
-    v[0, :4] = np.array([0, -2, 1e30, 1e-38])[:, None]
-    v[0, 4:8, :2] = np.array([[-1e37, 1e37], [-1e-37, 1e-38], [1e9, 1e9], [0, 0]])
-    check(k.astype(ml_dtypes.bfloat16), v.astype(ml_dtypes.bfloat16), fmt)
-
-
-def test_every_step_between_two_codes():
-    """Numbers near the middle between two codes, where a code turns on the last bit of a quotient."""
-    fmt = format_of(8, 4)
-    grid = np.linspace(-1, 1, 128, dtype=np.float32)[None, :, None] * np.geomspace(1, 3, 64, dtype=np.float32)
-    check(grid.astype(ml_dtypes.bfloat16), grid[:, :, ::-1].astype(ml_dtypes.bfloat16), fmt)
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"layout": "linear"}, "layout='linear'"), ({"k_range": "clipped"}, "k_range='clipped'"),
-    ({"v_range": "clipped"}, "v_range='clipped'"), ({"dtype": jnp.float32}, "open_k.dtype=float32"),
-    ({"head_dim": 96}, "head_dim=96"), ({"kv_heads": 0}, "no page")])
-def test_what_it_does_not_serve_is_named(change, message):
-    options = {"dtype": jnp.bfloat16, "head_dim": 64, "kv_heads": 1} | change
-    x = jnp.zeros((options.pop("kv_heads"), 128, options.pop("head_dim")), options.pop("dtype"))
-    fmt = KVFormat(k_bits=2, v_bits=2, **{"layout": "mma_sm90", **options})
-    with pytest.raises(NotImplementedError, match=message):
-        mosaic_gpu.close_page(x, x, kv_format=fmt, num_sinks=jnp.zeros((), jnp.int32))
-    if not ON_GPU:
-        with pytest.raises(NotImplementedError, match="not on cpu"):
-            close_page(x, x, kv_format=fmt, implementation="mosaic_gpu")
-
-
-@gpu
-@on_gpu_only
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("v_bits", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("k_bits", [2, 3, 4, 8, 16])
-def test_every_pair_of_bits(k_bits, v_bits, head_dim):
-    fmt = format_of(k_bits, v_bits)
-    check(*make_page(fmt, lead=(5,), head_dim=head_dim), fmt, [0, 1, 4, 64, 127])
-
-
-@gpu
-@on_gpu_only
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("outlier_bits", [4, 8, 16])
-@pytest.mark.parametrize("outlier_channels", [16, 32])
-@pytest.mark.parametrize("k_bits", [2, 3, 4, 8])
-def test_every_kind_of_promoted_channels(k_bits, outlier_channels, outlier_bits, head_dim):
-    if outlier_bits > k_bits:
-        fmt = format_of(k_bits, 2, outlier_channels, outlier_bits)
-        check(*make_page(fmt, lead=(5,), head_dim=head_dim), fmt, 4)
-
-
-@gpu
-@on_gpu_only
-@pytest.mark.parametrize("lead", [(), (1,), (3, 7), (300,)])
-def test_any_number_of_pages(lead):
-    fmt = format_of(2, 3, 16, 8)
-    check(*make_page(fmt, lead=lead, num_kv_heads=4, head_dim=128), fmt)
+    @gpu
+    @on_gpu_only
+    @pytest.mark.parametrize("lead", [(), (1,), (3, 7), (300,)])
+    def test_any_number_of_pages(self, lead):
+        fmt = self.format_of(2, 3, 16, 8)
+        self.check(*make_page(fmt, lead=lead, num_kv_heads=4, head_dim=128), fmt)

@@ -16,7 +16,7 @@ from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.mosaic_gpu import Tuning
 from pallas_kernels.packed_weights import WeightLayout
 from pallas_kernels.qarray import quantize
-from tests.pallas_kernels.grouped_matmul_cases import ROW_COUNTS, Packed, PackedMatmulCases, swiglu
+from tests.pallas_kernels.grouped_matmul_cases import ROW_COUNTS, MosaicMatmulCases, Packed, PackedMatmulCases, swiglu
 
 ON_GPU = jax.default_backend() == "gpu"
 gpu = pytest.mark.gpu
@@ -24,8 +24,8 @@ on_gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
 SMALL = Tuning(token_tiles=2, warpgroups=2, stages=2, blocks=2)
 
 
-class _Mosaic(PackedMatmulCases):
-    implementation = "mosaic_gpu"
+class _Mosaic(MosaicMatmulCases):
+    backend, implementation, pack, reads = mosaic_gpu, "mosaic_gpu", pack_weights, "PackedWeights"
     tuning: Tuning | None = None
 
     def run(self, x, w, group_sizes, **kwargs):
@@ -55,14 +55,6 @@ class TestMosaicGpu(_Mosaic):
         want = self.check(problem)
         self.tuning = tuning
         np.testing.assert_array_equal(self.check(problem), want)
-
-    def test_a_row_alone_and_among_others_is_the_same_bits(self):
-        problem = Packed(sizes=(3, 0, 13, 1), rows=18)
-        x, _, packed = problem.make()
-        together = np.asarray(self.run(x, packed, problem.sizes, preferred_element_type=jnp.dtype("float32")))
-        for row, sizes in ((2, (1, 0, 0, 0)), (3, (0, 0, 1, 0)), (15, (0, 0, 1, 0)), (16, (0, 0, 0, 1))):
-            alone = np.asarray(self.run(x[row:row + 1], packed, sizes, preferred_element_type=jnp.dtype("float32")))
-            np.testing.assert_array_equal(alone[0], together[row])
 
 
 @gpu
@@ -129,21 +121,6 @@ def _wrong(change, x, problem, sizes, *, bias, glu, preferred_element_type):
     else:
         sizes = (*sizes[1:], sizes[0])
     return grouped_matmul(x, q, jnp.asarray(sizes, jnp.int32), preferred_element_type=preferred_element_type)
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"w": quantize(jnp.ones((2, 64, 32)), bits=4)}, "QArray weights"), ({"w": jnp.ones((2, 64, 32))}, "only PackedWeights"),
-    ({"x": jnp.zeros((4, 64))}, "x.dtype=float32"), ({"x": jnp.zeros((5000, 64), jnp.bfloat16)}, "5000"),
-    ({"preferred_element_type": jnp.float16}, "float16")])
-def test_what_it_does_not_serve_is_named(change, message):
-    arguments = {
-        "x": jnp.zeros((4, 64), jnp.bfloat16), "w": pack_weights(quantize(jnp.ones((2, 64, 32)), bits=4)),
-        "group_sizes": jnp.zeros(2, jnp.int32), "preferred_element_type": jnp.bfloat16} | change
-    with pytest.raises(NotImplementedError, match=message):
-        mosaic_gpu.grouped_matmul(**arguments)
-    if not ON_GPU:
-        with pytest.raises(NotImplementedError, match="not on cpu"):
-            grouped_matmul(**arguments, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, close_page, mma_sm90, open_page
+from pallas_kernels import KVFormat, mma_sm90
+from tests.pallas_kernels.page_layout_cases import KernelLayoutCases
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
@@ -64,34 +65,11 @@ def test_where_one_code_goes(operand, bits, row, column):
     np.testing.assert_array_equal(words, expected)
 
 
-@pytest.mark.parametrize("fmt", [
-    KVFormat(k_bits=2, v_bits=3), KVFormat(k_bits=3, v_bits=4, sink_tokens=4), KVFormat(k_bits=16, v_bits=8),
-    KVFormat(k_bits=2, v_bits=2, outlier_channels=16, outlier_bits=4),
-    KVFormat(k_bits=3, v_bits=2, outlier_channels=32, outlier_bits=16)], ids=lambda f: f.name)
-def test_a_page_holds_the_same_numbers_in_both_layouts(fmt):
-    rng = np.random.default_rng(1)
-    k, v = (jnp.asarray(rng.normal(size=(2, 128, 64)) * 3 + 1, jnp.bfloat16) for _ in "kv")
-    pages = {}
-    for layout in ("linear", "mma_sm90"):
-        f = KVFormat(**{**{name: getattr(fmt, name) for name in fmt.__dataclass_fields__}, "layout": layout})
-        words = close_page(k, v, kv_format=f, num_sinks=jnp.int32(fmt.sink_tokens))
-        assert words.shape[-1] == f.page_layout(64).words and words.shape[-1] % 32 == 0
-        pages[layout] = open_page(words, kv_format=f, head_dim=64)
-    for linear, mma in zip(*pages.values()):
-        np.testing.assert_array_equal(linear, mma)
+class TestLayout(KernelLayoutCases):
+    layout = "mma_sm90"
 
 
 def test_parts_start_on_rows_that_a_copy_can_take():
     layout = KVFormat(k_bits=2, v_bits=2, outlier_channels=16, outlier_bits=16, layout="mma_sm90").page_layout(128)
     assert layout.planes()["v_codes"][0] == layout.key_words == 2048  # 896 + 112 + 1024 = 2032, to a multiple of 64
     assert layout.value_words == 1024 + 128 and layout.words == 2048 + 1152
-
-
-@pytest.mark.parametrize(("kwargs", "message"), [
-    ({"page_size": 64}, "page_size=64: layout 'mma_sm90' accepts 128"), ({"k_bits": 32, "v_bits": 32}, "k_bits=32"),
-    ({"scale_dtype": "float16"}, "scale_dtype='float16'"), ({"k_bits": 2, "outlier_channels": 8}, "outlier_channels=8")])
-def test_what_the_layout_does_not_hold_is_named(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        KVFormat(layout="mma_sm90", **kwargs)
-    with pytest.raises(ValueError, match="head_dim=24"):
-        KVFormat(layout="mma_sm90").page_layout(24)

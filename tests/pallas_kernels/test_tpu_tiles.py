@@ -1,12 +1,10 @@
 """The layout "tpu": a bijection, in which every code has the place that it is said to have."""
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import KVFormat, tpu_tiles
-from tests.pallas_kernels.close_page_cases import close, reopen
+from tests.pallas_kernels.page_layout_cases import KernelLayoutCases
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
@@ -37,21 +35,8 @@ def test_where_one_code_goes(bits, token, channel, word, bit):
     np.testing.assert_array_equal(tpu_tiles.pack(jnp.asarray(codes), bits), expected)
 
 
-@pytest.mark.parametrize("fmt", [
-    KVFormat(k_bits=2, v_bits=3), KVFormat(k_bits=3, v_bits=4, sink_tokens=4), KVFormat(k_bits=16, v_bits=8),
-    KVFormat(k_bits=2, v_bits=2, outlier_channels=16, outlier_bits=4),
-    KVFormat(k_bits=3, v_bits=2, outlier_channels=32, outlier_bits=16)], ids=lambda f: f.name)
-def test_a_page_holds_the_same_numbers_in_both_layouts(fmt):
-    rng = np.random.default_rng(1)
-    k, v = (jnp.asarray(rng.normal(size=(2, 128, 64)) * 3 + 1, jnp.bfloat16) for _ in "kv")
-    pages = {}
-    for layout in ("linear", "tpu"):
-        f = dataclasses.replace(fmt, layout=layout)
-        words = close(k, v, kv_format=f, num_sinks=jnp.int32(fmt.sink_tokens))
-        assert words.shape[-1] == f.page_layout(64).words and words.shape[-1] % 32 == 0
-        pages[layout] = reopen(words, kv_format=f, head_dim=64)
-    for linear, tiles in zip(*pages.values()):
-        np.testing.assert_array_equal(linear, tiles)
+class TestLayout(KernelLayoutCases):
+    layout = "tpu"
 
 
 def test_planes_start_on_rows_of_128_words_and_key_scales_are_one_run():
@@ -61,13 +46,3 @@ def test_planes_start_on_rows_of_128_words_and_key_scales_are_one_run():
         "outlier_scales": (11 * 128 + 112, 16), "v_codes": (12 * 128, 12 * 128), "v_scales": (24 * 128, 128)}
     assert layout.words == 25 * 128
     assert KVFormat(k_bits=2, v_bits=2, layout="tpu").page_layout(128).effective_bits() == 2.25
-
-
-@pytest.mark.parametrize(("kwargs", "message"), [
-    ({"page_size": 64}, "page_size=64: layout 'tpu' accepts 128"), ({"k_bits": 32, "v_bits": 32}, "k_bits=32"),
-    ({"scale_dtype": "float16"}, "scale_dtype='float16'"), ({"k_bits": 2, "outlier_channels": 8}, "outlier_channels=8")])
-def test_what_the_layout_does_not_hold_is_named(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        KVFormat(layout="tpu", **kwargs)
-    with pytest.raises(ValueError, match="head_dim=24"):
-        KVFormat(layout="tpu").page_layout(24)
