@@ -17,6 +17,23 @@ LANES = 32
 ACCUMULATOR = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 8, 8), (2,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def warp_done(*, use_twins: bool) -> None:
+    """Waits until all lanes of the warp are here: what only this warp reads in shared memory may be written anew."""
+    _wait(mgpu.utils.warp_barrier, use_twins)
+
+
+def warpgroup_done(*, use_twins: bool) -> None:
+    """Waits until all warps of the warpgroup are here, and sees what they have stored."""
+    _wait(mgpu.utils.warpgroup_barrier, use_twins)
+
+
+def _wait(barrier, use_twins: bool) -> None:
+    if use_twins:
+        plgpu.commit_smem()  # to the interpreter, what one warp reads all of them read
+    else:
+        plgpu.inline_mgpu()(lambda ctx: barrier())()
+
+
 def i32(value: int) -> ir.Value:
     kind = ir.IntegerType.get_signless(32)
     value &= 0xFFFFFFFF

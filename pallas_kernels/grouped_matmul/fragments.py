@@ -105,23 +105,6 @@ def store_rows(out_ref, values: jax.Array, first_row, end_row, first_column, *, 
         out_ref, values, first_row, end_row, first_column)
 
 
-def warp_done(*, use_twins: bool) -> None:
-    """Waits until all lanes of the warp are here: what only this warp reads in shared memory may be written anew."""
-    _wait(mgpu.utils.warp_barrier, use_twins)
-
-
-def warpgroup_done(*, use_twins: bool) -> None:
-    """Waits until all warps of the warpgroup are here, and sees what they have stored."""
-    _wait(mgpu.utils.warpgroup_barrier, use_twins)
-
-
-def _wait(barrier, use_twins: bool) -> None:
-    if use_twins:
-        plgpu.commit_smem()  # to the interpreter, what one warp reads all of them read
-    else:
-        plgpu.inline_mgpu()(lambda ctx: barrier())()
-
-
 # Twins.
 
 

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import sm90
 from pallas_kernels.grouped_matmul import fragments
 from pallas_kernels.grouped_matmul.fragments import SUMS, TOKENS
 from pallas_kernels.grouped_matmul.served import refuse_others
@@ -248,7 +249,7 @@ class _Worker:
             sums = fragments.add_products(
                 call.layout, call.split, self.ring.at[stage], self.x, item.first_row, item.end_row, i * call.split, sums,
                 use_twins=call.use_twins)
-            fragments.warp_done(use_twins=call.use_twins)  # the chunk that one warp reads is copied by that warp
+            sm90.warp_done(use_twins=call.use_twins)  # the chunk that one warp reads is copied by that warp
             place = self._copy(items, stage, place)
             return place, jnp.where(stage + 1 == call.tuning.stages, 0, stage + 1), sums
 
@@ -265,7 +266,7 @@ class _Worker:
         """Sums the warps that share a block and writes eight rows."""
         call = self.call
         self.sums_smem[...] = sums
-        fragments.warpgroup_done(use_twins=call.use_twins)
+        sm90.warpgroup_done(use_twins=call.use_twins)
         for i in range(call.item_blocks):
             block = item.part * call.item_blocks + i
             parts = [self._sum(range(i * call.split, (i + 1) * call.split), first, item.expert, block * BLOCK + first)
@@ -273,7 +274,7 @@ class _Worker:
             values = parts[0] if call.glu is None else call.glu(*parts)
             fragments.store_rows(
                 self.out, values.astype(self.out.dtype), first_row, item.end_row, block * call.columns, use_twins=call.use_twins)
-        fragments.warpgroup_done(use_twins=call.use_twins)
+        sm90.warpgroup_done(use_twins=call.use_twins)
 
     def _sum(self, warps: range, first: int, expert, column) -> jax.Array:
         """[columns, 8] of a block from its column `first` on, over `warps`, with the bias from `column` on."""

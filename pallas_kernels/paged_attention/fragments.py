@@ -26,7 +26,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -176,12 +175,6 @@ def rescale(step: Step, acc: jax.Array, alpha: jax.Array) -> jax.Array:
     acc_type = plgpu.ShapeDtypeStruct((WARPS, step.head_dim, QUERY_ROWS), jnp.float32, layout=ROWS)
     body = plgpu.inline_mgpu(arg_types=(ROWS, PER_QUERY), return_type=acc_type)
     return body(lambda ctx, acc, alpha: _rescale_body(step, acc, alpha))(acc, alpha)
-
-
-def warp_done(step: Step) -> None:
-    """Waits until all lanes of the warp are here: what only this warp reads in shared memory may be written anew."""
-    if not step.use_twins:
-        plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warp_barrier())()
 
 
 def warps_of_this_thread(step: Step) -> list:

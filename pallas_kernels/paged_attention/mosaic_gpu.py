@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import sm90
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.mma_sm90 import TOKENS
 from pallas_kernels.paged_attention import fragments, merge, work_list
@@ -410,7 +411,7 @@ class _Worker:
     def _done_with_pages(self) -> None:
         """The buffer may be written again. A page that one warp reads is fetched by that warp, whatever the others do."""
         if self.step.warps_per_page == 1:
-            fragments.warp_done(self.step)
+            sm90.warp_done(use_twins=self.step.use_twins)
         else:
             plgpu.commit_smem()
 

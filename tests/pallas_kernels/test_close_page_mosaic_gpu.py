@@ -16,6 +16,7 @@ gpu = pytest.mark.gpu
 on_gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
 
 
+@pytest.mark.usefixtures("no_races")
 class TestMosaicGpu(SameBitsCases):
     backend, implementation, layout = mosaic_gpu, "mosaic_gpu", "mma_sm90"
 

@@ -18,6 +18,8 @@ from pallas_kernels.paged_attention.mosaic_gpu import Tuning
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.paged_attention_cases import Cache, make_cache
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 ON_GPU = jax.default_backend() == "gpu"
 NONE = dict.fromkeys(("sink_k", "sink_v", "sliding_window", "logit_softcap", "attention_sinks"))
 # One warpgroup: the interpreter takes the parts of a union that belong to different warpgroups for one buffer, and refuses to read
