@@ -18,6 +18,20 @@ if jax.config.jax_platforms in (None, "", "cpu"):
     jax.config.update("jax_num_cpu_devices", 8)
 
 
+# Linux gives a process 65,530 memory maps (vm.max_map_count). Every compiled program takes some, and the compiler crashes when it
+# gets none: a worker that has run most of the suite comes to that.
+MOST_MAPS = 20_000
+MAPS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_forgotten():
+    """Gives up compiled programs after a module when there are many."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def strict_promotion():
     """Mixed dtypes raise instead of promoting: a float32 parameter must not widen a bfloat16 computation unseen."""
