@@ -198,7 +198,7 @@ def test_the_plan_by_default_covers_every_shape_of_the_benchmark():
     assert {run.spec_name for run in runs if run.op == "paged_attention"} == set(SPECS)
     assert len(runs) == len(set(runs)) and all(run.implementation == "reference" for run in runs)
     runs = plan(["close_page"], ["all"], ["batch_k4v2"], [], None)
-    assert [run.implementation for run in runs] == ["mosaic_gpu", "reference"]
+    assert [run.implementation for run in runs] == ["mosaic_gpu", "mosaic_tpu", "reference"]
     assert {run.kv_format for run in runs} == {KVFormat(k_bits=4, v_bits=2)}  # what the shape names
     runs = plan(["paged_attention"], ["all"], ["qwen3_30b_32k"], ["k2v2+16ch@4"], "mma_sm90")
     assert {run.kv_format.layout for run in runs} == {"mma_sm90"}
