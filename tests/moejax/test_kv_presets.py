@@ -68,12 +68,27 @@ def test_per_token(name, bits):
     assert fmt(name).page_layout(H).effective_bits() == bits + 32 / H
 
 
-def test_naive_int2_by_hand():
-    """One token 0, 1, 2, 9: step 3, so 1 becomes 0 and 2 becomes 3."""
-    x = np.tile(np.array([0, 1, 2, 9], np.float32), (1, Z, H // 4))
-    k_hat, v_hat = fake(x, x, kv_format=fmt("naive-int2"))
-    for y in (k_hat, v_hat):
-        np.testing.assert_array_equal(np.asarray(y)[0, 5, :4], [0, 0, 3, 9])
+def along(axis: int, pattern, times=1.0) -> np.ndarray:
+    """[1, Z, H], `pattern` again and again along tokens (0) or channels (1); `times` broadcasts against [Z, H]."""
+    line = np.tile(np.asarray(pattern, np.float32), (Z, H)[axis] // len(pattern))
+    return (line[:, None] if axis == 0 else line[None]) * np.broadcast_to(np.float32(times), (Z, H))[None]
+
+
+@pytest.mark.parametrize(("name", "largest"), [("kivi-2", 3), ("kivi-4", 15)])
+def test_kivi_by_hand(name, largest):
+    """0, 1.4, 2.6 and the largest code have step 1: 0, 1, 3, largest. Twice that in every second group of 32."""
+    tokens, channels = (1 + np.arange(n) // 32 % 2 for n in (Z, H))
+    for axis, times in ((0, tokens[:, None]), (1, channels)):
+        hat = fake(*[along(axis, [0, 1.4, 2.6, largest], times)] * 2, kv_format=fmt(name))[axis]
+        np.testing.assert_array_equal(hat, along(axis, [0, 1, 3, largest], times))
+
+
+@pytest.mark.parametrize(("name", "largest"), [("naive-int2", 3), ("naive-int4", 15), ("qserve-kv4", 15), ("int8", 255)])
+def test_per_token_by_hand(name, largest):
+    """As for kivi, over all channels of a token. The tokens are equal: a range per channel would keep 1.4."""
+    x = along(1, [0, 1.4, 2.6, largest])
+    for hat in fake(x, x, kv_format=fmt(name)):
+        np.testing.assert_array_equal(hat, along(1, [0, 1, 3, largest]))
 
 
 def test_fp8_by_hand():
@@ -101,6 +116,36 @@ def test_kvquant(name, bits):
     assert error < {2: 0.4, 3: 0.2, 4: 0.1}[bits]
 
 
+# Max, 1960, table I: the levels that the units .447 and 1.342 of -1.5, -.5, .5, 1.5 (root mean square 1.118) go to.
+MAX_LEVELS = {2: (0.4528, 1.510), 3: (0.2451, 1.344), 4: (0.3881, 1.256)}
+QUARTERS = [-1.5, -0.5, 0.5, 1.5]
+
+
+@pytest.mark.parametrize(("name", "bits"), [("kvquant-2", 2), ("kvquant-3", 3), ("kvquant-4", 4)])
+def test_kvquant_by_hand(name, bits):
+    """82 hundreds are the sparse entries and come back, the rest at Max's levels times 1.118, in bfloat16 1.125."""
+    k, v = along(0, QUARTERS), along(1, QUARTERS)
+    k[0, 40:42, :41] = v[0, :41, 40:42] = 100
+    k_hat, v_hat = (np.asarray(a)[0] for a in fake(k, v, kv_format=fmt(name)))
+    assert (k_hat[40:42, :41] == 100).all() and (v_hat[:41, 40:42] == 100).all()
+    near, far = (1.125 * level for level in MAX_LEVELS[bits])
+    np.testing.assert_allclose(k_hat[:, 50], along(0, [-far, -near, near, far])[0, :, 50], rtol=1e-3)
+    np.testing.assert_allclose(v_hat[50], along(1, [-far, -near, near, far])[0, 50], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("turboquant-2", 2), ("turboquant-3", 3), ("turboquant-4", 4)])
+def test_turboquant_by_hand(name, bits):
+    """Keys at Max's levels times 1.118 of their token; values too at 2 bits, and in equal steps above."""
+    f = fmt(name)
+    stored = np.asarray(stored_keys(np.eye(1, H, dtype=np.float32)[None, None] * 8, f, KeyTransform()))
+    np.testing.assert_allclose(stored[0, 0, 0], 1, atol=1e-6)  # the first row of a Hadamard matrix of 64, times 1/8
+    near, far = (1.118 * level for level in MAX_LEVELS[bits])
+    k_hat, v_hat = fake(along(1, QUARTERS), along(1, QUARTERS if bits == 2 else [0, 1.4, 2.6, 2**bits - 1]), kv_format=f)
+    coded = along(1, [-far, -near, near, far])
+    np.testing.assert_allclose(k_hat, coded, rtol=1e-3)
+    np.testing.assert_allclose(v_hat, coded if bits == 2 else along(1, [0, 1, 3, 2**bits - 1]), rtol=1e-3)
+
+
 @pytest.mark.parametrize(("name", "bits"), [("turboquant-2", 2), ("turboquant-3", 3), ("turboquant-4", 4)])
 def test_turboquant(name, bits):
     """One scalar a token, its root mean square; squared error of a Gaussian: 0.1175, 0.0345, 0.0095 of it (Max, 1960)."""
@@ -121,6 +166,55 @@ def test_saw_int4_rotates_keys_in_blocks_of_32():
     stored = np.asarray(stored_keys(k, f, KeyTransform()))[0, 0, 0]
     np.testing.assert_allclose(stored, np.concatenate([hadamard(32)[3] * 32**0.5, np.zeros(32)]), atol=1e-5)
     assert f.v_rotation == "none" and f.k_axis == f.v_axis == "token" and f.page_layout(H).effective_bits() == 4.5
+
+
+def test_saw_int4_by_hand():
+    """Blocks of 32: 7.5 (e0 + e1) times sqrt(32) becomes 15, 0, 15, 0, ..., and 4.6 e32 becomes 4.6 in all of its block. One range a
+    token, so the step is 1 (15 / 15, rounded outwards) and 4.6 becomes 5."""
+    k = np.zeros((1, 1, Z, H), np.float32)
+    k[..., :2], k[..., 32] = 7.5 * 32**0.5, 4.6 * 32**0.5
+    stored = np.asarray(stored_keys(k, fmt("saw-int4"), KeyTransform()))[0]
+    hat = np.asarray(fake(stored, stored, kv_format=fmt("saw-int4"))[0])
+    np.testing.assert_allclose(hat[0, 9], [*[15, 0] * 16, *[5] * 32], rtol=0.008, atol=1e-5)
+
+
+def test_oscar_by_hand():
+    """Half ones, one 6, else zeros. Of 0 to 6 the step is 2 and 32 ones are lost whole; within .45 to 5.55 it is 1.7: zeros and ones
+    become .45 and the 6 5.55, with 16.2 the least squared error of the fractions 1, .95, ... (23.8, 18.6, 16.2, 16.6, ...)."""
+    x = np.zeros((1, Z, H), np.float32)
+    x[..., ::2], x[..., 1] = 1, 6
+    for hat in fake(x, x, kv_format=fmt("oscar-2")):
+        np.testing.assert_allclose(hat, np.where(x == 6, 5.55, 0.45) + 0 * x, rtol=0.003)
+
+
+def test_kitty_by_hand():
+    """A quarter of the channels reaches 15: those, wherever they stand, get 15 steps of 1, the others 3."""
+    k = along(0, [0, 1.4, 2.6, 3])
+    k[0, 3::4, ::4] = 15
+    k_hat, v_hat = fake(k, along(1, [0, 1.4, 2.6, 3]), kv_format=fmt("kitty-2"))
+    expected = along(0, [0, 1, 3, 3])
+    expected[0, 3::4, ::4] = 15
+    np.testing.assert_array_equal(k_hat, expected)
+    np.testing.assert_array_equal(v_hat, along(1, [0, 1, 3, 3]))
+
+
+@pytest.mark.parametrize(("name", "promoted", "largest_k", "largest_promoted", "largest_v"), [
+    ("moejax-2.5", 24, 3, 15, None), ("moejax-2.75", 24, 3, 15, None), ("moejax-2.5-fast", 8, 3, 15, 3),
+    ("moejax-2.75-fast", 24, 3, 15, 3), ("moejax-3.25", 24, 3, 15, 7), ("moejax-4.25", 8, 15, 255, 7)])
+def test_ours_by_hand(name, promoted, largest_k, largest_promoted, largest_v):
+    """Steps of 1 up to the largest code, wider in the promoted channels, which are the last ones as stored. Symmetric values (None):
+    levels -1.5, -.5, .5, 1.5 times a scale of 1. Ranges for 32 tokens (-2.75): twice that from token 32 on."""
+    f = fmt(name)
+    times = 1 + (np.arange(Z)[:, None] >= 32) if f.k_group else 1
+    k, expected = (along(0, [*pattern, largest_k], times) for pattern in ([0, 1.4, 2.6], [0, 1, 3]))
+    for x, pattern in ((k, [0, 1.4, 2.6]), (expected, [0, 1, 3])):
+        x[..., -promoted:] = along(0, [*pattern, largest_promoted], times)[..., -promoted:]
+    v, v_expected = [-1.5, -0.4, 0.6, 1.5], [-1.5, -0.5, 0.5, 1.5]
+    if largest_v is not None:
+        v, v_expected = [0, 1.4, 2.6, largest_v], [0, 1, 3, largest_v]
+    k_hat, v_hat = fake(k, along(1, v), kv_format=f)
+    np.testing.assert_array_equal(k_hat, expected)
+    np.testing.assert_array_equal(v_hat, along(1, v_expected))
 
 
 def test_oscar_keeps_sinks_and_three_pages_and_clips():
