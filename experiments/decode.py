@@ -19,12 +19,14 @@ from moejax.sampling import SamplingParams
 from pallas_kernels import dispatch
 from pallas_kernels.kv_format import KVFormat
 
+PROMPTS = ["It is a truth universally acknowledged, that", "The function returns a new"]
+
 
 @cli.configurable
 def decode(
     checkpoint: str = "checkpoints/moe_10m",
     expert_weights: str = "bf16",
-    prompt: list[str] = ["It is a truth universally acknowledged, that", "The function returns a new"],  # noqa: B006
+    prompt: list[str] | None = None,
     prompt_file: str | None = None,
     prompt_tokens: int | None = None,
     sampling: SamplingParams = SamplingParams(),
@@ -48,8 +50,8 @@ def decode(
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
       expert_weights: what routed experts are kept in: int8, int4, int3, int2, packed; bf16 leaves them as they are loaded.
-      prompt: texts to continue.
-      prompt_file: a UTF-8 file whose text is one more prompt, in place of the default ones.
+      prompt: texts to continue; without them and prompt_file, two of ours.
+      prompt_file: a UTF-8 file whose text is one more prompt.
       prompt_tokens: cut each prompt to its first so many tokens.
       sampling: max_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos.
       kv_format: the cache's format.
@@ -63,13 +65,16 @@ def decode(
     for name, value in (("num_samples", num_samples), ("repeats", repeats), ("prompt_tokens", prompt_tokens)):
         if value is not None:
             require_int(name, value)
-    texts = prompt if prompt_file is None else [inputs.read_text("prompt_file", prompt_file)]
+    texts = {"prompt": prompt or []}
+    if prompt_file is not None:
+        texts[f"prompt_file={prompt_file}"] = [inputs.read_text("prompt_file", prompt_file)]
+    elif prompt is None:
+        texts["prompt"] = PROMPTS
     started = time.perf_counter()
     compilation_cache.enable()
     model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights)
     vocab_size = model.config.vocab_size
-    name = "prompt" if prompt_file is None else f"prompt_file={prompt_file}"
-    prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for text in texts]
+    prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for name, part in texts.items() for text in part]
     num_layers = model.config.num_layers
     if preset is not None and kv_schedule is not None:
         raise ValueError(f"{preset=}, {kv_schedule=}: give one of them")

@@ -63,6 +63,15 @@ def test_it_runs_from_any_folder(run, tmp_path, monkeypatch):
     assert done.code == 0 and done.result["checkpoint"] == "checkpoints/moe_10m"
 
 
+def test_a_file_is_one_more_prompt(checkpoint, run, tmp_path):
+    (tmp_path / "text").write_text("The file ends")
+    file = f"--prompt_file={tmp_path / 'text'}"
+    both = run(decode, *flags(checkpoint, file)).result["completions"]
+    assert len(both) == len(run(decode, *flags(checkpoint)).result["completions"]) + 1
+    alone = run(decode, *(f for f in flags(checkpoint, file) if not f.startswith("--prompt="))).result["completions"]
+    assert alone == both[-1:]
+
+
 def test_a_seeded_sample_is_reproduced(checkpoint, run):
     def sample(seed):
         return run(decode, *flags(checkpoint, "--temperature=1.5", "--top_p=0.9", f"--seed={seed}")).result["completions"]

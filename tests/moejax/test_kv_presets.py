@@ -169,8 +169,8 @@ def test_saw_int4_rotates_keys_in_blocks_of_32():
 
 
 def test_saw_int4_by_hand():
-    """Blocks of 32: 7.5 (e0 + e1) times sqrt(32) becomes 15, 0, 15, 0, ..., and 4.6 e32 becomes 4.6 in all of its block. One range a
-    token, so the step is 1 (15 / 15, rounded outwards) and 4.6 becomes 5."""
+    """Blocks of 32: 7.5 (e0 + e1) times sqrt(32) becomes 15, 0, 15, 0, ..., and 4.6 e32 becomes 4.6 in all of its block. One range
+    a token, so the step is 1 (15 / 15, rounded outwards) and 4.6 becomes 5."""
     k = np.zeros((1, 1, Z, H), np.float32)
     k[..., :2], k[..., 32] = 7.5 * 32**0.5, 4.6 * 32**0.5
     stored = np.asarray(stored_keys(k, fmt("saw-int4"), KeyTransform()))[0]
@@ -179,8 +179,8 @@ def test_saw_int4_by_hand():
 
 
 def test_oscar_by_hand():
-    """Half ones, one 6, else zeros. Of 0 to 6 the step is 2 and 32 ones are lost whole; within .45 to 5.55 it is 1.7: zeros and ones
-    become .45 and the 6 5.55, with 16.2 the least squared error of the fractions 1, .95, ... (23.8, 18.6, 16.2, 16.6, ...)."""
+    """Half ones, one 6, else zeros. Of 0 to 6 the step is 2 and 32 ones are lost whole; within .45 to 5.55 it is 1.7: zeros and
+    ones become .45 and the 6 5.55, with 16.2 the least squared error of the fractions 1, .95, ... (23.8, 18.6, 16.2, 16.6, ...)."""
     x = np.zeros((1, Z, H), np.float32)
     x[..., ::2], x[..., 1] = 1, 6
     for hat in fake(x, x, kv_format=fmt("oscar-2")):
@@ -202,8 +202,8 @@ def test_kitty_by_hand():
     ("moejax-2.5", 24, 3, 15, None), ("moejax-2.75", 24, 3, 15, None), ("moejax-2.5-fast", 8, 3, 15, 3),
     ("moejax-2.75-fast", 24, 3, 15, 3), ("moejax-3.25", 24, 3, 15, 7), ("moejax-4.25", 8, 15, 255, 7)])
 def test_ours_by_hand(name, promoted, largest_k, largest_promoted, largest_v):
-    """Steps of 1 up to the largest code, wider in the promoted channels, which are the last ones as stored. Symmetric values (None):
-    levels -1.5, -.5, .5, 1.5 times a scale of 1. Ranges for 32 tokens (-2.75): twice that from token 32 on."""
+    """Steps of 1 up to the largest code, wider in the promoted channels, which are the last ones as stored. Symmetric values
+    (None): levels -1.5, -.5, .5, 1.5 times a scale of 1. Ranges for 32 tokens (-2.75): twice that from token 32 on."""
     f = fmt(name)
     times = 1 + (np.arange(Z)[:, None] >= 32) if f.k_group else 1
     k, expected = (along(0, [*pattern, largest_k], times) for pattern in ([0, 1.4, 2.6], [0, 1, 3]))
