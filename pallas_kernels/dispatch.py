@@ -37,9 +37,9 @@ def register(op: str, implementation: str, function: Callable[..., Any]) -> None
     functions[implementation] = function
 
 
-def register_mosaic(op: str) -> None:
-    """Adds the functions `pallas_kernels.OP.mosaic_gpu.OP` and `pallas_kernels.OP.mosaic_tpu.OP`."""
-    for name in MOSAIC:
+def register_mosaic(op: str, *names: str) -> None:
+    """Adds the functions `pallas_kernels.OP.NAME.OP` for the names, by default all of MOSAIC."""
+    for name in names or MOSAIC:
         register(op, name, functools.partial(_run_mosaic, op, name))
 
 

@@ -151,6 +151,37 @@ class MatmulPoint:
             array((self.rows, w.layout.k), jnp.bfloat16), w, array((self.num_experts,), jnp.int32), *biases)
 
 
+@dataclasses.dataclass(frozen=True)
+class RouterPoint:
+    """One advertised call of `fused_router`: `shape` is a name of its SPECS, for another number of tokens."""
+
+    shape: str
+    tokens: int = 16
+    x_dtype: str = "bfloat16"
+    biases: bool = False
+
+    implementation = "reference"
+
+    @property
+    def name(self) -> str:
+        return f"fused_router {self.shape} T={self.tokens} {self.x_dtype}{' biases' if self.biases else ''}"
+
+    def lower(self, array: Array):
+        import jax
+        import jax.numpy as jnp
+
+        from pallas_kernels.fused_router.specs import SPECS
+
+        backend = importlib.import_module(f"pallas_kernels.fused_router.{self.implementation}")
+        spec = SPECS[self.shape]
+        arrays = {"valid": array((self.tokens,), jnp.bool_), "bias": None, "correction_bias": None}
+        if self.biases:
+            arrays |= dict.fromkeys(("bias", "correction_bias"), array((spec.num_experts,), jnp.float32))
+        return jax.jit(functools.partial(backend.fused_router, rule=spec.rule)).lower(
+            array((self.tokens, spec.hidden_size), jnp.dtype(self.x_dtype)),
+            array((spec.hidden_size, spec.num_experts), jnp.float32), **arrays)
+
+
 def compile_point(point: Lowers, **topology) -> Result:
     """Compiles for the first device of `jax.experimental.topologies.get_topology_desc(**topology)`."""
     start, error = time.perf_counter(), ""

@@ -63,7 +63,14 @@ class TpuMatmulPoint(_OnChip, aot.MatmulPoint):
         return TpuWeights(array((self.num_experts, layout.rows, layout.columns), jnp.uint32), layout)
 
 
-AnyPoint = TpuPoint | TpuClosePoint | TpuMatmulPoint
+@dataclasses.dataclass(frozen=True)
+class TpuRouterPoint(_OnChip, aot.RouterPoint):
+    """One advertised call of `fused_router`."""
+
+    implementation = "mosaic_tpu"
+
+
+AnyPoint = TpuPoint | TpuClosePoint | TpuMatmulPoint | TpuRouterPoint
 
 
 def few_points() -> list[AnyPoint]:
@@ -77,11 +84,12 @@ def few_points() -> list[AnyPoint]:
         TpuMatmulPoint(weights(4, 2048, 1536, 128), glu=True), TpuMatmulPoint(weights(3, 704, 2880, 32, has_zero=True), 64, 32),
         TpuMatmulPoint(weights(8, 768, 2048, 64, "bfloat16", True), bias=True),
         TpuMatmulPoint(weights(16, 2880, 2880, 2880), 8, 32, out_dtype="float32"),
+        TpuRouterPoint("qwen3_30b_decode", biases=True), TpuRouterPoint("deepseek_v3_decode", 1, "float32"),
     ]
 
 
 def all_points() -> list[AnyPoint]:
-    return [*_attention_points(), *_close_page_points(), *_matmul_points()]
+    return [*_attention_points(), *_close_page_points(), *_matmul_points(), *_router_points()]
 
 
 def _attention_points() -> list[TpuPoint]:
@@ -119,6 +127,12 @@ def _matmul_points() -> list[TpuMatmulPoint]:
             for k, n in ((704, 2880), (2880, 704), (1408, 2048), (768, 2048), (2880, 2880), (32, 32), (96, 64))]
     out += [TpuMatmulPoint(weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512, 4096)]
     return out
+
+
+def _router_points() -> list[TpuRouterPoint]:
+    shapes = ("mixtral_decode", "olmoe_decode", "qwen3_30b_decode", "gpt_oss_20b_decode", "deepseek_v3_decode")
+    return [TpuRouterPoint(shape, tokens, dtype, dtype == "float32")
+            for shape in shapes for tokens, dtype in ((1, "bfloat16"), (64, "float32"), (4096, "bfloat16"))]
 
 
 def compile_point(point: AnyPoint) -> aot.Result:

@@ -163,6 +163,12 @@ MUTANTS = (
            "tests/experiments/test_results.py"),
     Mutant("two trainings in one folder", "experiments/results.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
            "fcntl.LOCK_SH | fcntl.LOCK_NB", "tests/experiments/test_results.py -k lock"),
+    Mutant("TPU: padding wakes experts", "pallas_kernels/fused_router/mosaic_tpu.py", "(taken & valid)", "taken",
+           "tests/pallas_kernels/test_fused_router_mosaic_tpu.py -k tiles"),
+    Mutant("TPU: of equal scores the higher expert", "pallas_kernels/fused_router/mosaic_tpu.py",
+           "jnp.min(jnp.where((x == best) & ~taken, lane, float(x.shape[1]))",
+           "jnp.max(jnp.where((x == best) & ~taken, lane, -1.0)",
+           "tests/pallas_kernels/test_fused_router_mosaic_tpu.py -k ties"),
     Mutant("compilation timed", "experiments/decode.py", "engine.generate(prompts, first, num_samples=num_samples)[0].ttft_ms",
            "0.0", "tests/experiments/test_decode.py -k one_repeat"),
 )

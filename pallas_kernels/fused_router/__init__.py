@@ -11,6 +11,7 @@ from pallas_kernels.fused_router.specs import RouterRule
 
 __all__ = ["RouterRule", "Routing", "fused_router"]
 
+dispatch.register_mosaic("fused_router", "mosaic_tpu")
 dispatch.register("fused_router", "reference", reference.fused_router)
 
 
