@@ -12,8 +12,10 @@ from moejax.layers import ACTIVATIONS, MLP, linear, normal_param, out_std
 from moejax.router import Router
 from pallas_kernels.fused_router import Routing
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.packed_weights import BLOCK, MAX_CHUNK, PackedWeights, WeightLayout, interleave, pack_weights
+from pallas_kernels.packed_weights import BLOCK, MAX_CHUNK, interleave, pack_weights
 from pallas_kernels.qarray import quantize
+from pallas_kernels.stored_weights import MatrixLayout, StoredWeights
+from pallas_kernels.tpu_weights import pack_tpu_weights
 
 EXPERT_WEIGHTS = {"bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
@@ -55,8 +57,9 @@ class Experts(nnx.Module):
         # True: every token passes every expert and unchosen ones weigh 0. For training, where no kernel is differentiable
         # and fast at once and E is small; set by `model.set_attributes(all_experts=True)`.
         self.all_experts = False
-        # Layouts of the packed matrices, gate and up in one; None: the three above are there. See `pack`.
-        self.layouts: tuple[WeightLayout, WeightLayout] | None = None
+        # What the packed matrices are and their layouts, gate and up in one; None: the three above are there. See `pack`.
+        self.stored_as: type[StoredWeights] | None = None
+        self.layouts: tuple[MatrixLayout, MatrixLayout] | None = None
         self.has_shared, self.has_shared_gate = moe.shared_intermediate_size > 0, moe.shared_gate
         if self.has_shared:
             shared = DenseMLP(intermediate_size=moe.shared_intermediate_size)
@@ -67,7 +70,8 @@ class Experts(nnx.Module):
     def pack(self, expert_weights: str) -> None:
         """Keeps the experts' matrices quantised from now on: codes of that many bits, float32 scales of up to 128 channels each.
 
-        The router and the shared expert stay as they are.
+        They are packed as the kernel of this platform reads them: `TpuWeights` on a TPU, else `PackedWeights`. The router and the
+        shared expert stay as they are.
 
         Args:
           expert_weights: a name of EXPERT_WEIGHTS other than "bf16".
@@ -79,14 +83,16 @@ class Experts(nnx.Module):
         if D % BLOCK or F % BLOCK:
             raise ValueError(f"{expert_weights=}: experts of {D} x {F}; both must be multiples of {BLOCK}")
 
-        def packed(w: jax.Array, *others: jax.Array) -> PackedWeights:
+        pack = pack_tpu_weights if jax.default_backend() == "tpu" else pack_weights
+
+        def packed(w: jax.Array, *others: jax.Array) -> StoredWeights:
             group_size = math.gcd(w.shape[1], MAX_CHUNK)
             both = [quantize(x, bits=EXPERT_WEIGHTS[expert_weights], group_size=group_size) for x in (w, *others)]
-            return pack_weights(interleave(*both) if others else both[0])
+            return pack(interleave(*both) if others else both[0])
 
         gate_up = packed(self.w_gate_EDF[...], self.w_up_EDF[...])
         down = packed(self.w_down_EFD[...])
-        self.layouts = gate_up.layout, down.layout
+        self.stored_as, self.layouts = type(gate_up), (gate_up.layout, down.layout)
         self.words_gate_up, self.words_down = nnx.Param(gate_up.words), nnx.Param(down.words)
         del self.w_gate_EDF, self.w_up_EDF, self.w_down_EFD
 
@@ -104,9 +110,9 @@ class Experts(nnx.Module):
 
     def _routed(self, x_MD: jax.Array, routing: Routing) -> jax.Array:
         rows, order = permute(x_MD, routing.topk_idx)
-        if self.layouts is not None:
+        if self.stored_as is not None and self.layouts is not None:
             words = self.words_gate_up[...], self.words_down[...]
-            gate_up, down = map(PackedWeights, words, self.layouts)
+            gate_up, down = map(self.stored_as, words, self.layouts)
             hidden = grouped_matmul(rows, gate_up, routing.group_sizes, glu=lambda gate, up: self.act(gate) * up)
             return combine(grouped_matmul(hidden, down, routing.group_sizes), order, routing.topk_weights)
         gate = self._grouped(rows, self.w_gate_EDF, routing.group_sizes)

@@ -11,6 +11,7 @@ import moejax
 from moejax import checkpoint
 from moejax.sharding import make_mesh
 from pallas_kernels.qarray import quantize
+from pallas_kernels.tpu_weights import TpuWeights
 
 MODEL = "tests/golden/mixtral"  # experts of 64 x 96
 TOKENS = jnp.asarray([[1, 5, 9, 20, 33, 7, 12, 4]], jnp.int32)
@@ -24,6 +25,16 @@ def logits(model) -> np.ndarray:
 def rounded(w: nnx.Param, bits: int) -> None:
     q = quantize(w[...], bits=bits, group_size=math.gcd(w.shape[1], 128))
     w[...] = q.dequantize().astype(w.dtype)
+
+
+@pytest.mark.parametrize("name", ["int4", "int3"])
+def test_a_tpu_packs_them_for_its_kernel(name, monkeypatch):
+    expected = logits(moejax.load(MODEL, expert_weights=name)[0])
+    with monkeypatch.context() as on_a_tpu:
+        on_a_tpu.setattr(jax, "default_backend", lambda: "tpu")
+        packed, _ = moejax.load(MODEL, expert_weights=name, dtype="float32")
+    assert all(block.mlp.stored_as is TpuWeights for block in packed.blocks)
+    np.testing.assert_array_equal(logits(packed), expected)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
