@@ -14,7 +14,7 @@ HEAD_DIMS = (64, 128, 256)
 EVERYTHING = (("sliding_window", 4096), ("logit_softcap", 30.0), ("attention_sinks", True))
 
 Array = Callable[[tuple[int, ...], Any], Any]  # makes an argument of a shape and a dtype
-Result = tuple[str, float, str]  # name of a point, seconds, what went wrong or nothing
+Result = tuple[str, float, str]  # name of a point and what there is to say of it, seconds, what went wrong or nothing
 
 
 def fmt(k_bits: int, v_bits: int, **others) -> tuple[tuple[str, object], ...]:
@@ -37,9 +37,21 @@ class Lowers(Protocol):
     def lower(self, array: Array):
         """The call, lowered for the device of the arguments that `array` makes."""
 
+    def check(self, compiled) -> str:
+        """See `Compiled`."""
+        ...
+
+
+class Compiled:
+    """Base of what is compiled."""
+
+    def check(self, compiled) -> str:
+        """Something to report of a compiled program. Raises ValueError for what is wrong with it."""
+        return ""
+
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class Point(Compiled):
     """One advertised call of `paged_attention`; `layout`, `implementation` and `batch` are the backend's."""
 
     fmt: tuple[tuple[str, object], ...]
@@ -112,7 +124,7 @@ class ClosePoint(Point):
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulPoint:
+class MatmulPoint(Compiled):
     """One advertised call of `grouped_matmul`: `weights` are fields of the layout of its packed weights."""
 
     weights: tuple[tuple[str, object], ...]
@@ -152,7 +164,7 @@ class MatmulPoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterPoint:
+class RouterPoint(Compiled):
     """One advertised call of `fused_router`: `shape` is a name of its SPECS, for another number of tokens."""
 
     shape: str
@@ -184,15 +196,15 @@ class RouterPoint:
 
 def compile_point(point: Lowers, **topology) -> Result:
     """Compiles for the first device of `jax.experimental.topologies.get_topology_desc(**topology)`."""
-    start, error = time.perf_counter(), ""
+    start, error, said = time.perf_counter(), "", ""
     try:
-        _compile(point, topology)
+        said = point.check(_compile(point, topology))
     except Exception as e:  # whatever it is, it is reported with the point's name
         error = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
-    return point.name, time.perf_counter() - start, error
+    return f"{point.name}{said and ': '}{said}", time.perf_counter() - start, error
 
 
-def _compile(point: Lowers, topology: dict[str, str]) -> None:
+def _compile(point: Lowers, topology: dict[str, str]):
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -200,7 +212,7 @@ def _compile(point: Lowers, topology: dict[str, str]) -> None:
 
     devices = topologies.get_topology_desc(**topology).devices[:1]
     replicated = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
-    point.lower(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)).compile()
+    return point.lower(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)).compile()
 
 
 def chosen[P: Lowers](points: list[P], names: list[str]) -> list[P]:

@@ -14,9 +14,11 @@ import dataclasses
 import itertools
 import os
 import sys
+from unittest import mock
 
 from tests import aot
 from tests.aot import BITS, EVERYTHING, HEAD_DIMS, fmt, weights
+from tests.aot_step import StepPoint
 
 # The smallest slice that each generation comes in.
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -70,7 +72,24 @@ class TpuRouterPoint(_OnChip, aot.RouterPoint):
     implementation = "mosaic_tpu"
 
 
-AnyPoint = TpuPoint | TpuClosePoint | TpuMatmulPoint | TpuRouterPoint
+@dataclasses.dataclass(frozen=True)
+class TpuStepPoint(_OnChip, StepPoint):
+    """The decode loop of a model on one chip."""
+
+    layout = "tpu"
+
+    def lower(self, array: aot.Array):
+        with mock.patch("jax.default_backend", lambda: "tpu"):  # what decides which kernels run, and how experts are packed
+            return super().lower(array)
+
+    def _abstract(self):
+        with mock.patch("jax.default_backend", lambda: "tpu"):
+            return super()._abstract()
+
+
+LEAN = fmt(3, 2, sink_tokens=64, open_pages=2)
+
+AnyPoint = TpuPoint | TpuClosePoint | TpuMatmulPoint | TpuRouterPoint | TpuStepPoint
 
 
 def few_points() -> list[AnyPoint]:
@@ -85,11 +104,12 @@ def few_points() -> list[AnyPoint]:
         TpuMatmulPoint(weights(8, 768, 2048, 64, "bfloat16", True), bias=True),
         TpuMatmulPoint(weights(16, 2880, 2880, 2880), 8, 32, out_dtype="float32"),
         TpuRouterPoint("qwen3_30b_decode", biases=True), TpuRouterPoint("deepseek_v3_decode", 1, "float32"),
+        TpuStepPoint("qwen3_30b_a3b", LEAN, num_layers=1),
     ]
 
 
 def all_points() -> list[AnyPoint]:
-    return [*_attention_points(), *_close_page_points(), *_matmul_points(), *_router_points()]
+    return [*_attention_points(), *_close_page_points(), *_matmul_points(), *_router_points(), *_step_points()]
 
 
 def _attention_points() -> list[TpuPoint]:
@@ -127,6 +147,11 @@ def _matmul_points() -> list[TpuMatmulPoint]:
             for k, n in ((704, 2880), (2880, 704), (1408, 2048), (768, 2048), (2880, 2880), (32, 32), (96, 64))]
     out += [TpuMatmulPoint(weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512, 4096)]
     return out
+
+
+def _step_points() -> list[TpuStepPoint]:
+    """Two layers: deeper models repeat them."""
+    return [TpuStepPoint(model, LEAN, num_layers=2) for model in ("qwen3_30b_a3b", "mixtral_8x7b", "olmoe_1b_7b")]
 
 
 def _router_points() -> list[TpuRouterPoint]:

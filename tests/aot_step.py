@@ -1,0 +1,104 @@
+"""The whole decode loop of a model, compiled for hardware that is not there, and what is then read from the compiler."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+
+from tests.aot import Array, Compiled
+
+MODELS = pathlib.Path(__file__).parents[1] / "configs" / "models"
+KERNELS = ("paged_attention", "close_page", "grouped_matmul", "fused_router")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPoint(Compiled):
+    """`decode.generate` of a model of configs/models with packed experts and a full cache, on one device.
+
+    Attributes:
+      model: a config.json of configs/models.
+      fmt: fields of the cache's format.
+      num_layers: the first so many layers alone; None for all of them.
+    """
+
+    model: str
+    fmt: tuple[tuple[str, object], ...]
+    num_layers: int | None = None
+    expert_weights: str = "int4"
+    max_batch: int = 16
+    max_len: int = 4096
+
+    layout = "linear"
+
+    @property
+    def name(self) -> str:
+        layers = "" if self.num_layers is None else f" {self.num_layers} layers"
+        return f"step {self.model}{layers} {self.expert_weights} {self._kv_format().name} B={self.max_batch} {self.max_len} tokens"
+
+    def _kv_format(self):
+        from pallas_kernels import KVFormat
+
+        return KVFormat(layout=self.layout, **dict(self.fmt))
+
+    def lower(self, array: Array):
+        import jax
+
+        from moejax import decode
+
+        spec, params, state = self._abstract()
+
+        def on_device(tree):
+            return jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), tree)
+
+        return decode.generate.lower(
+            spec, on_device(params), on_device(state), array((spec.config.vocab_size,), bool), num_steps=16)
+
+    def _abstract(self):
+        """(spec, params, state) without any memory."""
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from moejax import decode
+        from moejax.experts import Experts
+        from moejax.hf_config import from_hf
+        from moejax.model import Transformer
+
+        config = from_hf(json.loads((MODELS / f"{self.model}.json").read_text()))
+        if self.num_layers is not None:
+            config = dataclasses.replace(config, layers=config.layers[:self.num_layers])
+
+        def make() -> Transformer:
+            model = Transformer(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+            for block in model.blocks:
+                if isinstance(block.mlp, Experts):
+                    block.mlp.pack(self.expert_weights)
+            return model
+
+        spec, params = decode.split(nnx.eval_shape(make), self._kv_format())
+        pages = self.max_batch * spec.closed_pages(self.max_len)
+        state = jax.eval_shape(
+            lambda: decode.init_state(spec, max_batch=self.max_batch, num_pages=pages, max_len=self.max_len))
+        return spec, params, state
+
+    def check(self, compiled) -> str:
+        """Raises ValueError unless every kernel is in the program, the state is updated in place, and temporaries are smaller than
+        one layer's cache or one layer's experts in bfloat16: then neither is ever dequantised into device memory."""
+        import jax
+
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        calls = set(re.findall(r"%(\w+?)[.\d]* = [^=]*custom-call\(.*custom_call_target=\"tpu_custom_call\"", text))
+        if missing := [name for name in KERNELS if not any(call.startswith(name) for call in calls)]:
+            raise ValueError(f"no kernel of {', '.join(missing)} in the program; there are {', '.join(sorted(calls))}")
+        spec, _, state = self._abstract()
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        if memory.alias_size_in_bytes < state_bytes:
+            raise ValueError(f"{state_bytes:,} bytes of state, {memory.alias_size_in_bytes:,} updated in place")
+        config = spec.config
+        experts = 3 * config.layers[0].mlp.num_experts * config.hidden_size * config.layers[0].mlp.moe_intermediate_size
+        cache = 2 * self.max_batch * self.max_len * config.num_kv_heads * config.head_dim
+        if memory.temp_size_in_bytes >= 2 * min(experts, cache):
+            raise ValueError(f"{memory.temp_size_in_bytes:,} bytes of temporaries: room for what must not be dequantised")
+        return (f"{memory.argument_size_in_bytes / 1e9:.2f} GB of weights and state, "
+                f"{memory.temp_size_in_bytes / 1e6:.1f} MB of temporaries")
