@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 
@@ -83,22 +84,33 @@ class StepPoint(Compiled):
         return spec, params, state
 
     def check(self, compiled) -> str:
-        """Raises ValueError unless every kernel is in the program, the state is updated in place, and temporaries are smaller than
-        one layer's cache or one layer's experts in bfloat16: then neither is ever dequantised into device memory."""
+        """Raises ValueError unless every kernel is in the program, the state is updated in place, and no array of the program but a
+        parameter is as large as one matrix of a layer's experts, or as a layer's keys, in floats: neither is ever dequantised."""
         import jax
 
         text, memory = compiled.as_text(), compiled.memory_analysis()
-        calls = set(re.findall(r"%(\w+?)[.\d]* = [^=]*custom-call\(.*custom_call_target=\"tpu_custom_call\"", text))
-        if missing := [name for name in KERNELS if not any(call.startswith(name) for call in calls)]:
-            raise ValueError(f"no kernel of {', '.join(missing)} in the program; there are {', '.join(sorted(calls))}")
-        spec, _, state = self._abstract()
+        spec, params, state = self._abstract()
+        if missing := set(KERNELS) - kernels_in(text):
+            raise ValueError(f"no kernel of {', '.join(sorted(missing))} in the program")
         state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         if memory.alias_size_in_bytes < state_bytes:
             raise ValueError(f"{state_bytes:,} bytes of state, {memory.alias_size_in_bytes:,} updated in place")
-        config = spec.config
-        experts = 3 * config.layers[0].mlp.num_experts * config.hidden_size * config.layers[0].mlp.moe_intermediate_size
-        cache = 2 * self.max_batch * self.max_len * config.num_kv_heads * config.head_dim
-        if memory.temp_size_in_bytes >= 2 * min(experts, cache):
-            raise ValueError(f"{memory.temp_size_in_bytes:,} bytes of temporaries: room for what must not be dequantised")
+        config, moe = spec.config, spec.config.layers[0].mlp
+        matrix = moe.num_experts * config.hidden_size * moe.moe_intermediate_size
+        keys = self.max_batch * self.max_len * config.num_kv_heads * config.head_dim
+        if large := large_floats(text, min(matrix, keys)) - {leaf.shape for leaf in jax.tree.leaves(params)}:
+            raise ValueError(f"floats as many as a layer's experts or keys: {sorted(large)}")
         return (f"{memory.argument_size_in_bytes / 1e9:.2f} GB of weights and state, "
                 f"{memory.temp_size_in_bytes / 1e6:.1f} MB of temporaries")
+
+
+def kernels_in(text: str) -> set[str]:
+    """Those of KERNELS that are custom calls of a program in HLO."""
+    calls = re.findall(r"%(\w+?)[.\d]* = .*custom-call\(.*custom_call_target=\"tpu_custom_call\"", text)
+    return {name for name in KERNELS if any(call.startswith(name) for call in calls)}
+
+
+def large_floats(text: str, least: int) -> set[tuple[int, ...]]:
+    """Shapes of the arrays of floats with at least so many elements in a program in HLO."""
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f16|f32)\[([\d,]+)\]", text)}
+    return {shape for shape in shapes if math.prod(shape) >= least}
