@@ -13,8 +13,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import KVFormat, paged_attention
-from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention import merge, mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu import Tuning
+from pallas_kernels.paged_attention.work_list import SPLIT_PAGES, Work
 from tests.pallas_kernels import oracle
 from tests.pallas_kernels.paged_attention_cases import Cache, make_cache
 
@@ -68,6 +69,34 @@ def check(cache: Cache, tuning: Tuning | None = None) -> np.ndarray:
 ], ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else None)
 def test_against_float64(fmt, options, tuning):
     check(cache_of(fmt, **options), tuning)
+
+
+@pytest.mark.parametrize("sinks", [None, 3.0])
+def test_merge_of_more_splits_than_warps(sinks):
+    """Rows of 5, 39, 1 and 0 splits, whose maxima differ; NaN where no split was made."""
+    splits, heads, head_dim = (5, 39, 1, 0), 2, 64
+    kv_lens = np.array([SPLIT_PAGES * 128 * n + 1 for n in splits], np.int32)
+    rng = np.random.default_rng(0)
+    partial = rng.normal(size=(len(splits) * heads, merge.padded_splits(39), head_dim, 8)).astype(np.float32)
+    stats = rng.uniform(1, 4, (*partial.shape[:2], 2, 8)).astype(np.float32)
+    stats[:, :, 0] = rng.normal(size=stats[:, :, 0].shape) * 5
+    want = np.zeros((len(partial), 8, head_dim))
+    for tile in range(len(partial)):
+        n = splits[tile // heads]
+        partial[tile, n:], stats[tile, n:] = np.nan, np.nan
+        weight = np.exp2(stats[tile, :n, 0].astype(np.float64))  # [n, 8]
+        bottom = (weight * stats[tile, :n, 1]).sum(0) + (0 if sinks is None else 2.0**sinks)
+        if n:
+            want[tile] = ((weight[:, None] * partial[tile, :n]).sum(0) / bottom).T
+    work = Work(len(splits), heads, sliding_window=None, open_pages=1, use_twins=not ON_GPU)
+    merged = functools.partial(
+        merge.merge, work, num_queries=8, query_tiles=1, dtype=jnp.float32,
+        interpret=None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        out = (jax.jit(merged) if ON_GPU else merged)(
+            *map(jnp.asarray, (partial, stats, kv_lens, np.array([8, 8, 8, 0], np.int32))),
+            sinks=None if sinks is None else jnp.full((heads, 8, 1), sinks, jnp.float32))
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("fmt", "options"), [
