@@ -130,22 +130,17 @@ def _kernel_body(rule: RouterRule, x_ref, w_ref, bias_ref, correction_ref, valid
 
 def _choose(logits, correction, rule: RouterRule) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(ids int32 [t, X], weights float32 [t, X], bool [t, E]: chosen) of logits [t, E]."""
-    scores = reference._scores(logits, rule)
+    scores = reference.scores_of(logits, rule)
     choice = scores + correction
     if rule.n_group > 1:
         choice = _keep_best_groups(choice, rule)
     idx, taken = _top(choice, rule.num_experts_per_tok)
     lane, column = _lanes(choice), _lanes(idx)
-    weights = jnp.zeros_like(idx)
+    chosen = jnp.zeros_like(idx)
     for i in range(rule.num_experts_per_tok):
         at_i = jnp.sum(jnp.where(lane == _pick(idx, i), scores, 0.0), axis=1, keepdims=True)
-        weights = jnp.where(column == i, at_i, weights)
-    if rule.score_fn == "topk_softmax":
-        weights = jnp.exp(weights - jnp.max(weights, axis=1, keepdims=True))
-        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
-    if rule.norm_topk_prob:  # as the reference
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
-    return idx.astype(jnp.int32), weights * rule.routed_scaling_factor, taken
+        chosen = jnp.where(column == i, at_i, chosen)
+    return idx.astype(jnp.int32), reference.weights_of(chosen, rule), taken
 
 
 def _keep_best_groups(choice, rule: RouterRule) -> jax.Array:

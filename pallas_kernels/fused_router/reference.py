@@ -34,18 +34,12 @@ def fused_router(
     logits_TE = jnp.dot(x_TD.astype(jnp.float32), w_DE, precision=jax.lax.Precision.HIGHEST)
     if bias is not None:
         logits_TE = logits_TE + bias
-    scores_TE = _scores(logits_TE, rule)
+    scores_TE = scores_of(logits_TE, rule)
     choice_TE = scores_TE if correction_bias is None else scores_TE + correction_bias
     if rule.n_group > 1:
         choice_TE = _keep_best_groups(choice_TE, rule)
     _, topk_idx = jax.lax.top_k(choice_TE, rule.num_experts_per_tok)
-    topk_weights = jnp.take_along_axis(scores_TE, topk_idx, axis=-1)
-    if rule.score_fn == "topk_softmax":
-        topk_weights = jax.nn.softmax(topk_weights, axis=-1)
-    if rule.norm_topk_prob:
-        # The tiny term only matters where all the chosen scores underflow: weights 0 and not NaN.
-        topk_weights = topk_weights / (jnp.sum(topk_weights, axis=-1, keepdims=True) + 1e-20)
-    topk_weights = topk_weights * rule.routed_scaling_factor
+    topk_weights = weights_of(jnp.take_along_axis(scores_TE, topk_idx, axis=-1), rule)
     if valid is not None:
         topk_idx = jnp.where(valid[:, None], topk_idx, num_experts)
         topk_weights = jnp.where(valid[:, None], topk_weights, 0.0)
@@ -54,7 +48,8 @@ def fused_router(
     return Routing(topk_idx, topk_weights, logits_TE, group_sizes)
 
 
-def _scores(logits_TE: jax.Array, rule: RouterRule) -> jax.Array:
+def scores_of(logits_TE: jax.Array, rule: RouterRule) -> jax.Array:
+    """[T, E]."""
     match rule.score_fn:
         case "softmax":
             return jax.nn.softmax(logits_TE, axis=-1)
@@ -64,6 +59,15 @@ def _scores(logits_TE: jax.Array, rule: RouterRule) -> jax.Array:
             return jnp.sqrt(jax.nn.softplus(logits_TE))
         case "topk_softmax":
             return logits_TE
+
+
+def weights_of(scores_TX: jax.Array, rule: RouterRule) -> jax.Array:
+    """The weights [T, X] of chosen experts with these scores."""
+    weights = jax.nn.softmax(scores_TX, axis=-1) if rule.score_fn == "topk_softmax" else scores_TX
+    if rule.norm_topk_prob:
+        # The tiny term only matters where all the chosen scores underflow: weights 0 and not NaN.
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return weights * rule.routed_scaling_factor
 
 
 def _keep_best_groups(choice_TE: jax.Array, rule: RouterRule) -> jax.Array:
