@@ -12,7 +12,7 @@ from flax import nnx
 from experiments import cli, inputs
 from moejax import compilation_cache, kv_presets
 from moejax import kv_schedule as schedules
-from moejax.config import require_int
+from moejax.config import ModelConfig, require_int
 from moejax.engine import Engine
 from moejax.requests import make_jobs
 from moejax.sampling import SamplingParams
@@ -65,26 +65,13 @@ def decode(
     for name, value in (("num_samples", num_samples), ("repeats", repeats), ("prompt_tokens", prompt_tokens)):
         if value is not None:
             require_int(name, value)
-    texts = {"prompt": prompt or []}
-    if prompt_file is not None:
-        texts[f"prompt_file={prompt_file}"] = [inputs.read_text("prompt_file", prompt_file)]
-    elif prompt is None:
-        texts["prompt"] = PROMPTS
+    texts = texts_of(prompt, prompt_file)
     started = time.perf_counter()
     compilation_cache.enable()
     model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights)
     vocab_size = model.config.vocab_size
     prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for name, part in texts.items() for text in part]
-    num_layers = model.config.num_layers
-    if preset is not None and kv_schedule is not None:
-        raise ValueError(f"{preset=}, {kv_schedule=}: give one of them")
-    if (whole := preset or kv_schedule) is not None and kv_format != KVFormat():
-        raise ValueError(f"{whole}: its formats are whole, {kv_format.name} beside it has no effect; give one of the two")
-    formats = schedules.per_layer(kv_format, num_layers)
-    if preset is not None:
-        formats = kv_presets.get(preset).formats(num_layers, model.config.head_dim)
-    if kv_schedule is not None:
-        formats = inputs.load_schedule(kv_schedule, num_layers)
+    formats = formats_of(model.config, kv_format, preset, kv_schedule)
     calibration = None
     if any(f.needs_calibration for f in formats):
         text = inputs.read_text("calibration_file", calibration_file)[:16384]
@@ -125,6 +112,29 @@ def decode(
         }
 
     return work
+
+
+def texts_of(prompt: list[str] | None, prompt_file: str | None) -> dict[str, list[str]]:
+    """The texts to continue, by the flag they come from."""
+    texts = {"prompt": prompt or []}
+    if prompt_file is not None:
+        texts[f"prompt_file={prompt_file}"] = [inputs.read_text("prompt_file", prompt_file)]
+    elif prompt is None:
+        texts["prompt"] = PROMPTS
+    return texts
+
+
+def formats_of(config: ModelConfig, kv_format: KVFormat, preset: str | None, kv_schedule: str | None) -> tuple[KVFormat, ...]:
+    """The format of each layer. Raises ValueError for more than one way to say it."""
+    if preset is not None and kv_schedule is not None:
+        raise ValueError(f"{preset=}, {kv_schedule=}: give one of them")
+    if (whole := preset or kv_schedule) is not None and kv_format != KVFormat():
+        raise ValueError(f"{whole}: its formats are whole, {kv_format.name} beside it has no effect; give one of the two")
+    if preset is not None:
+        return kv_presets.get(preset).formats(config.num_layers, config.head_dim)
+    if kv_schedule is not None:
+        return inputs.load_schedule(kv_schedule, config.num_layers)
+    return schedules.per_layer(kv_format, config.num_layers)
 
 
 if __name__ == "__main__":
