@@ -4,12 +4,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from typing import Literal
 
 import jax
 import numpy as np
 from flax import nnx
 
-from experiments import cli, inputs
+from experiments import cli, inputs, random_decode
 from moejax import compilation_cache, kv_presets
 from moejax import kv_schedule as schedules
 from moejax.config import ModelConfig, require_int
@@ -25,7 +26,9 @@ PROMPTS = ["It is a truth universally acknowledged, that", "The function returns
 @cli.configurable
 def decode(
     checkpoint: str = "checkpoints/moe_10m",
+    weights: Literal["checkpoint", "random"] = "checkpoint",
     expert_weights: str = "bf16",
+    dense_weights: str = "bf16",
     prompt: list[str] | None = None,
     prompt_file: str | None = None,
     prompt_tokens: int | None = None,
@@ -40,6 +43,8 @@ def decode(
     steps_per_segment: int = 16,
     calibration_file: str = "data/heldout_python_docs.txt",
     repeats: int = 1,
+    context: int | None = None,
+    profile_steps: int = 0,
 ) -> cli.Work:
     """Continues prompts with the continuous-batching engine and reports times, bytes and compilations.
 
@@ -47,9 +52,15 @@ def decode(
     ttft_cold_ms is the first token's time then, compilation (or reading the persistent cache) included. ttft_ms and tpot_ms, of
     decode steps, are those of the last repeat.
 
+    With weights="random" nothing is read but the config: the model is made on the device at its full size, every one of max_batch
+    slots holds `context` tokens of random keys and values, and max_tokens decode steps are timed: in segments of steps_per_segment
+    steps on the device (tpot_ms), and one by one, waiting for each token (waited_step_ms). Routing is then nearly uniform.
+
     Args:
-      checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer.
+      checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer; a config.json with weights="random".
+      weights: "checkpoint" or "random".
       expert_weights: what routed experts are kept in: int8, int4, int3, int2, packed; bf16 leaves them as they are loaded.
+      dense_weights: the same for the projections of attention, dense and shared MLPs and the output projection.
       prompt: texts to continue; without them and prompt_file, two of ours.
       prompt_file: a UTF-8 file whose text is one more prompt.
       prompt_tokens: cut each prompt to its first so many tokens.
@@ -61,14 +72,28 @@ def decode(
       max_batch, max_len, num_pages, steps_per_segment: of the engine.
       calibration_file: text on which promoted key channels and calibrated rotations are measured, read when the format has them.
       repeats: run everything so many times.
+      context: tokens in the cache of each slot, with weights="random" only.
+      profile_steps: steps whose kernels are timed one by one at the end, with weights="random" only; 0 for none.
     """
+    if weights == "random":
+        given = {"prompt": prompt, "prompt_file": prompt_file, "prompt_tokens": prompt_tokens, "num_pages": num_pages}
+        if unused := {name: value for name, value in given.items() if value is not None}:
+            raise ValueError(f"weights='random' has no text; not accepted: {', '.join(f'{k}={v!r}' for k, v in unused.items())}")
+        config = random_decode.read_config(checkpoint)
+        compilation_cache.enable()
+        return random_decode.prepare(
+            config, formats_of(config, kv_format, preset, kv_schedule), expert_weights=expert_weights, dense_weights=dense_weights,
+            batch=max_batch, context=2048 if context is None else context, steps=sampling.max_tokens,
+            steps_per_segment=steps_per_segment, profile_steps=profile_steps)
+    if context is not None or profile_steps:
+        raise ValueError(f"{context=}, {profile_steps=}: only with weights='random'")
     for name, value in (("num_samples", num_samples), ("repeats", repeats), ("prompt_tokens", prompt_tokens)):
         if value is not None:
             require_int(name, value)
     texts = texts_of(prompt, prompt_file)
     started = time.perf_counter()
     compilation_cache.enable()
-    model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights)
+    model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights, dense_weights)
     vocab_size = model.config.vocab_size
     prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for name, part in texts.items() for text in part]
     formats = formats_of(model.config, kv_format, preset, kv_schedule)
@@ -97,7 +122,8 @@ def decode(
         generated = sum(len(c.token_ids) for c in completions)
         steps = engine.stats.step_ms
         return {
-            "checkpoint": checkpoint, "expert_weights": expert_weights, "kv_format": schedules.name(formats),
+            "checkpoint": checkpoint, "expert_weights": expert_weights, "dense_weights": dense_weights,
+            "kv_format": schedules.name(formats),
             "effective_bits": schedules.effective_bits(formats, model.config.head_dim),
             "load_s": load_s, "ttft_cold_ms": cold_ms, "ttft_ms": [c.ttft_ms for c in completions],
             "tpot_ms_p50": float(np.percentile(steps, 50)) if steps else None,

@@ -61,10 +61,13 @@ def read_text(name: str, path: str) -> str:
             raise ValueError("is not UTF-8") from None
 
 
-def load_checkpoint(checkpoint: str, expert_weights: str = "bf16") -> tuple[Transformer, Tokenizer]:
+def load_checkpoint(
+    checkpoint: str, expert_weights: str = "bf16", dense_weights: str = "bf16",
+) -> tuple[Transformer, Tokenizer]:
     """`moejax.load` of what must have a tokenizer. Raises ValueError that names the checkpoint."""
     with naming("checkpoint", checkpoint):
-        model, tokenizer = checkpoints.load(locate(checkpoint), expert_weights=expert_weights)
+        model, tokenizer = checkpoints.load(
+            locate(checkpoint), expert_weights=expert_weights, dense_weights=dense_weights)
         if tokenizer is None:
             raise ValueError("has no tokenizer, which text needs")
     return model, tokenizer

@@ -40,7 +40,6 @@ CPU_SPECS = {"paged_attention": ("smollm2_135m_512",), "close_page": ("one_slot_
 DEFAULT_FORMATS = ("k2v2", "k3v3", "k4v4", "k16v16", "k2v2+16ch@4", "k2v2+16ch@8")
 FORMAT = re.compile(r"k(\d+)v(\d+)(?:\+(\d+)ch@(\d+))?(?:\+sink(\d+))?(?:\+rot-(k?v?))?(?:\+clip-(k?v?))?")
 READ_BYTES = {"gpu": 1 << 30, "tpu": 1 << 30, "cpu": 1 << 26}
-FAST_LAYOUT = {"gpu": "mma_sm90", "tpu": "tpu"}
 MIB = 1 << 20
 COLUMNS = {"op": "", "implementation": "", "spec": "", "format": "", "us_p50": ".1f", "us_p10": ".1f", "us_p90": ".1f",
            "gb_per_s": ",.1f", "read_bandwidth_pct": ".1f", "speedup_over_baseline": ".2f", "relative_l2_error": ".1e",
@@ -167,19 +166,7 @@ def formats_for(spec, parsed: list[KVFormat], layout: str | None) -> list[KVForm
     page_size = spec.page_size if isinstance(spec, PagedAttentionSpec) else spec.kv_format.page_size
     if not parsed:
         parsed = ([parse_format(text) for text in DEFAULT_FORMATS] if isinstance(spec, PagedAttentionSpec) else [spec.kv_format])
-    return [with_layout(dataclasses.replace(f, page_size=page_size), layout, spec.head_dim) for f in parsed]
-
-
-def with_layout(kv_format: KVFormat, layout: str | None, head_dim: int) -> KVFormat:
-    """`kv_format` in `layout`; None: in what the device's kernels read if the format can be stored so, else in linear."""
-    if layout is None and jax.default_backend() in FAST_LAYOUT:
-        try:
-            return with_layout(kv_format, FAST_LAYOUT[jax.default_backend()], head_dim)
-        except ValueError:
-            pass  # linear stores every format
-    chosen = dataclasses.replace(kv_format, layout=layout or "linear")
-    chosen.check_head_dim(head_dim)
-    return chosen
+    return [dispatch.with_layout(dataclasses.replace(f, page_size=page_size), layout, spec.head_dim) for f in parsed]
 
 
 class Bench:

@@ -14,6 +14,7 @@ from flax import nnx
 from moejax import rope
 from moejax.config import ModelConfig
 from moejax.layers import RMSNorm, linear, normal_param, out_std
+from moejax.packed import PackedMatrices
 from pallas_kernels.pallas_utils import MASK_VALUE
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H], in one layer
@@ -63,6 +64,17 @@ class Attention(nnx.Module):
             full = config.qk_norm == "full"
             self.q_norm = RMSNorm((N, H) if full else (H,), config.rms_norm_eps, param_dtype)
             self.k_norm = RMSNorm((K, H) if full else (H,), config.rms_norm_eps, param_dtype)
+        self.packed = False  # see `pack`
+
+    def pack(self, weights: str) -> None:
+        """Keeps the projections quantised from now on (`PackedMatrices`): q, k and v in one. Raises ValueError for sizes that
+        cannot be packed."""
+        D = self.config.hidden_size
+        qkv = jnp.concatenate([w[...].reshape(-1, D) for w in (self.w_q_NHD, self.w_k_KHD, self.w_v_KHD)])
+        self.qkv = PackedMatrices("attention", weights, qkv.T[None])
+        self.out = PackedMatrices("attention", weights, self.w_o_DNH[...].reshape(D, -1).T[None])
+        self.packed = True
+        del self.w_q_NHD, self.w_k_KHD, self.w_v_KHD, self.w_o_DNH
 
     def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, attend: LayerAttend) -> jax.Array:
         """x [B, T, D], cos and sin [B, T, 1, H/2] -> [B, T, D]."""
@@ -73,9 +85,12 @@ class Attention(nnx.Module):
         """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], normed and clipped, before RoPE."""
         config = self.config
         has_bias = config.attention_bias
-        q = self._heads(x_BTD, self.w_q_NHD, self.b_q_NH if has_bias else None)
-        k = self._heads(x_BTD, self.w_k_KHD, self.b_k_KH if has_bias else None)
-        v = self._heads(x_BTD, self.w_v_KHD, self.b_v_KH if has_bias else None)
+        if self.packed:
+            q, k, v = self._packed_heads(x_BTD, [self.b_q_NH, self.b_k_KH, self.b_v_KH] if has_bias else [])
+        else:
+            q = self._heads(x_BTD, self.w_q_NHD, self.b_q_NH if has_bias else None)
+            k = self._heads(x_BTD, self.w_k_KHD, self.b_k_KH if has_bias else None)
+            v = self._heads(x_BTD, self.w_v_KHD, self.b_v_KH if has_bias else None)
         if config.qk_norm != "none":
             q, k = self.q_norm(q), self.k_norm(k)
         if config.clip_qkv is not None:
@@ -85,9 +100,18 @@ class Attention(nnx.Module):
     def output(self, out_BTNH: jax.Array) -> jax.Array:
         """The heads' outputs [B, T, N, H] -> [B, T, D]."""
         B, T = out_BTNH.shape[:2]
+        bias = self.b_o_D[...] if self.config.attention_out_bias else None
+        if self.packed:
+            return self.out(out_BTNH.reshape(B * T, -1), bias=None if bias is None else bias[None]).reshape(B, T, -1)
         w_o = self.w_o_DNH[...]
-        return linear(out_BTNH.reshape(B, T, -1), w_o.reshape(w_o.shape[0], -1),
-                      self.b_o_D[...] if self.config.attention_out_bias else None)
+        return linear(out_BTNH.reshape(B, T, -1), w_o.reshape(w_o.shape[0], -1), bias)
+
+    def _packed_heads(self, x_BTD: jax.Array, biases: list[nnx.Param]) -> list[jax.Array]:
+        """q, k and v [B, T, heads, H]."""
+        (B, T, D), N, K = x_BTD.shape, self.config.num_heads, self.config.num_kv_heads
+        bias = jnp.concatenate([b[...].reshape(1, -1) for b in biases], axis=1) if biases else None
+        heads = self.qkv(x_BTD.reshape(-1, D), bias=bias).reshape(B, T, N + 2 * K, -1)
+        return jnp.split(heads, (N, N + K), axis=2)
 
     def _heads(self, x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
         heads, head_dim, width = w.shape

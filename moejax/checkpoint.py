@@ -18,11 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors.numpy import save_file
 
 from moejax.config import ModelConfig
-from moejax.experts import EXPERT_WEIGHTS, Experts
 from moejax.gguf_checkpoint import GGUFSource
 from moejax.hf_config import to_hf
 from moejax.hf_tensors import INDEX, SINGLE, HFSource, source_of
 from moejax.model import Transformer, abstract, num_params
+from moejax.packed import check_name
 from moejax.sharding import make_mesh, map_params, param_shardings, param_spec
 from moejax.tokenizer import Tokenizer
 
@@ -38,15 +38,15 @@ def default_dtype() -> jnp.dtype:
 
 
 def load(path_or_id: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None,
-         expert_weights: str = "bf16") -> tuple[Transformer, Tokenizer | None]:
+         expert_weights: str = "bf16", dense_weights: str = "bf16") -> tuple[Transformer, Tokenizer | None]:
     """Loads a model and, where the checkpoint has one, its tokenizer.
 
     Args:
       path_or_id: a Hugging Face folder, a .gguf file or a folder with one, or a hub id "owner/name".
       dtype: dtype of parameters and computation; `default_dtype()` by default. Router weights stay float32.
       mesh: lays the parameters out over it (`moejax.sharding`) as they are read; None puts them on the default device.
-      expert_weights: what routed experts are kept in: "int8", "int4", "int3", "int2" (`Experts.pack`), or "bf16", which leaves them
-        in `dtype`. The router is never quantised.
+      expert_weights: what routed experts are kept in: "int8", "int4", "int3", "int2", or "bf16", which leaves them in `dtype`.
+      dense_weights: the same for all other matrices but the router and the embedding (`Transformer.pack`).
 
     Returns:
       (model, tokenizer or None).
@@ -55,26 +55,18 @@ def load(path_or_id: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None,
       ValueError: unsupported config or settings; tensors missing, unused, stored twice, of a wrong shape: the message names them.
       FileNotFoundError, OSError: nothing at that path, or no hub to be reached for that id.
     """
-    if expert_weights not in EXPERT_WEIGHTS:
-        raise ValueError(f"{expert_weights=}: accepted are {', '.join(EXPERT_WEIGHTS)}")
-    if expert_weights != "bf16" and mesh is not None:
-        raise ValueError(f"{expert_weights=}: packed experts cannot be laid out over a mesh")
+    names = {"expert_weights": expert_weights, "dense_weights": dense_weights}
+    for parameter, weights in names.items():
+        check_name(parameter, weights)
+        if weights != "bf16" and mesh is not None:
+            raise ValueError(f"{parameter}={weights!r}: packed weights cannot be laid out over a mesh")
     source = open_source(path_or_id)
     try:
         model, tokenizer = load_source(source, dtype=dtype, mesh=mesh)
-        if expert_weights != "bf16":
-            _pack_experts(model, expert_weights)
+        model.pack(**names)
         return model, tokenizer
     finally:
         source.close()
-
-
-def _pack_experts(model: Transformer, expert_weights: str) -> None:
-    experts = [block.mlp for block in model.blocks if isinstance(block.mlp, Experts)]
-    if not experts:
-        raise ValueError(f"{expert_weights=}: the model has no experts")
-    for layer in experts:
-        layer.pack(expert_weights)
 
 
 def open_source(path_or_id: str | os.PathLike) -> HFSource | GGUFSource:
@@ -128,8 +120,8 @@ def save_hf(model: Transformer, path: str | os.PathLike, *, tokenizer: Tokenizer
     """
     if dtype not in FILE_DTYPES:
         raise ValueError(f"{dtype=}: accepted are {', '.join(FILE_DTYPES)}")
-    if any(isinstance(block.mlp, Experts) and block.mlp.layouts for block in model.blocks):
-        raise ValueError("experts are packed (expert_weights): a folder holds only what they were before")
+    if model.is_packed:
+        raise ValueError("weights are packed (expert_weights, dense_weights): a folder holds only what they were before")
     path = pathlib.Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path}: exists and is not an empty folder")

@@ -173,8 +173,12 @@ def decode_step(
 @functools.partial(jax.jit, static_argnames=("spec", "num_steps"), donate_argnames="state")
 def generate(
     spec: DecodeSpec, params: nnx.State, state: DecodeState, decodable: jax.Array, *, num_steps: int,
+    limit: jax.Array | int | None = None,
 ) -> tuple[DecodeState, jax.Array]:
     """Up to `num_steps` steps in one loop on the device, which ends early when no slot is active.
+
+    Args:
+      limit: int32, at most so many steps of the `num_steps` that this program is compiled for; None for all.
 
     Returns:
       (state, int32 [B, num_steps + 1]: the tokens of each slot in order, NO_TOKEN where there is none; the last column is 1 for
@@ -182,10 +186,11 @@ def generate(
     """
     compilations["generate"] += 1
     max_batch = state.active.shape[0]
+    last = num_steps if limit is None else jnp.minimum(limit, num_steps)
 
     def go_on(carry) -> jax.Array:
         i, state, _ = carry
-        return (i < num_steps) & jnp.any(state.active)
+        return (i < last) & jnp.any(state.active)
 
     def step(carry):
         i, state, out = carry

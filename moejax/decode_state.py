@@ -16,6 +16,7 @@ from moejax.kv_cache import KeyTransform, LayerKV
 from moejax.model import Transformer
 from moejax.page_table import PageTable
 from moejax.sampling import RowSampling
+from pallas_kernels import dispatch
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.pallas_utils import INVALID, cdiv
 
@@ -66,11 +67,16 @@ def split(
 ) -> tuple[DecodeSpec, nnx.State]:
     """The static and the array part of a model that decodes with this cache: one format for all layers, or one for each.
 
+    Pages of formats in "linear" layout lie as this platform's kernels read them, where they can; with `implementation`, linear.
+
     Raises:
       ValueError: they do not fit.
       NotImplementedError: a format that no cache holds.
     """
     formats = kv_schedule.per_layer(kv_format, model.config.num_layers)
+    if implementation is None:
+        stored = {f: dispatch.with_layout(f, None, model.config.head_dim) for f in dict.fromkeys(formats) if f.layout == "linear"}
+        formats = tuple(stored.get(f, f) for f in formats)
     for f in set(formats):
         f.check_head_dim(model.config.head_dim)
         f.check_cacheable()

@@ -95,6 +95,7 @@ class Engine:
         self.config, self.tokenizer = config, tokenizer
         self.max_batch, self.max_len, self.steps_per_segment = max_batch, max_len, steps_per_segment
         self.spec, self.params = decode.split(model, self.formats, implementation=implementation)
+        self.formats = self.spec.formats
         self.num_pages = max_batch * self.spec.closed_pages(max_len) if num_pages is None else num_pages
         self.limits = Limits(config, tokenizer, self.spec, max_len, self.num_pages)
         self._require_memory()

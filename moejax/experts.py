@@ -1,23 +1,16 @@
 """A mixture-of-experts layer: route, sort (token, expert) pairs by expert, two grouped matmuls, weighted sum back."""
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import DenseMLP, ModelConfig, MoE
-from moejax.layers import ACTIVATIONS, MLP, linear, normal_param, out_std
+from moejax.layers import MLP, gated, linear, normal_param, out_std
+from moejax.packed import PackedMatrices
 from moejax.router import Router
 from pallas_kernels.fused_router import Routing
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.packed_weights import BLOCK, MAX_CHUNK, interleave, pack_weights
-from pallas_kernels.qarray import quantize
-from pallas_kernels.stored_weights import MatrixLayout, StoredWeights
-from pallas_kernels.tpu_weights import pack_tpu_weights
-
-EXPERT_WEIGHTS = {"bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
 
 def permute(x_TD: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -49,7 +42,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, moe: MoE, *, rngs: nnx.Rngs, param_dtype):
         D, E, F = config.hidden_size, moe.num_experts, moe.moe_intermediate_size
-        self.act = ACTIVATIONS[config.hidden_act]
+        self.gated = gated(config.hidden_act)
         self.router = Router(D, moe, rngs=rngs)
         self.w_gate_EDF = normal_param(rngs, (E, D, F), param_dtype)
         self.w_up_EDF = normal_param(rngs, (E, D, F), param_dtype)
@@ -57,9 +50,7 @@ class Experts(nnx.Module):
         # True: every token passes every expert and unchosen ones weigh 0. For training, where no kernel is differentiable
         # and fast at once and E is small; set by `model.set_attributes(all_experts=True)`.
         self.all_experts = False
-        # What the packed matrices are and their layouts, gate and up in one; None: the three above are there. See `pack`.
-        self.stored_as: type[StoredWeights] | None = None
-        self.layouts: tuple[MatrixLayout, MatrixLayout] | None = None
+        self.packed = False  # see `pack`
         self.has_shared, self.has_shared_gate = moe.shared_intermediate_size > 0, moe.shared_gate
         if self.has_shared:
             shared = DenseMLP(intermediate_size=moe.shared_intermediate_size)
@@ -67,34 +58,17 @@ class Experts(nnx.Module):
         if self.has_shared_gate:
             self.w_shared_gate_D = normal_param(rngs, (D,), param_dtype)
 
-    def pack(self, expert_weights: str) -> None:
-        """Keeps the experts' matrices quantised from now on: codes of that many bits, float32 scales of up to 128 channels each.
-
-        They are packed as the kernel of this platform reads them: `TpuWeights` on a TPU, else `PackedWeights`. The router and the
-        shared expert stay as they are.
-
-        Args:
-          expert_weights: a name of EXPERT_WEIGHTS other than "bf16".
-
-        Raises:
-          ValueError: matrices whose sizes cannot be packed.
-        """
-        _, D, F = self.w_gate_EDF.shape
-        if D % BLOCK or F % BLOCK:
-            raise ValueError(f"{expert_weights=}: experts of {D} x {F}; both must be multiples of {BLOCK}")
-
-        pack = pack_tpu_weights if jax.default_backend() == "tpu" else pack_weights
-
-        def packed(w: jax.Array, *others: jax.Array) -> StoredWeights:
-            group_size = math.gcd(w.shape[1], MAX_CHUNK)
-            both = [quantize(x, bits=EXPERT_WEIGHTS[expert_weights], group_size=group_size) for x in (w, *others)]
-            return pack(interleave(*both) if others else both[0])
-
-        gate_up = packed(self.w_gate_EDF[...], self.w_up_EDF[...])
-        down = packed(self.w_down_EFD[...])
-        self.stored_as, self.layouts = type(gate_up), (gate_up.layout, down.layout)
-        self.words_gate_up, self.words_down = nnx.Param(gate_up.words), nnx.Param(down.words)
+    def pack(self, weights: str) -> None:
+        """Keeps the experts' matrices quantised from now on (`PackedMatrices`), gate and up in one; router and shared expert stay
+        as they are. Raises ValueError for matrices whose sizes cannot be packed."""
+        self.gate_up = PackedMatrices("experts", weights, self.w_gate_EDF[...], self.w_up_EDF[...])
+        self.down = PackedMatrices("experts", weights, self.w_down_EFD[...])
+        self.packed = True
         del self.w_gate_EDF, self.w_up_EDF, self.w_down_EFD
+
+    def matrices(self) -> tuple[nnx.Module | nnx.Param, ...]:
+        """All that is held of the experts themselves."""
+        return (self.gate_up, self.down) if self.packed else (self.w_gate_EDF, self.w_up_EDF, self.w_down_EFD)
 
     def __call__(self, x_BTD: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, Routing]:
         """x [B, T, D], valid bool [B, T] or None -> ([B, T, D], Routing over the B*T tokens)."""
@@ -110,14 +84,12 @@ class Experts(nnx.Module):
 
     def _routed(self, x_MD: jax.Array, routing: Routing) -> jax.Array:
         rows, order = permute(x_MD, routing.topk_idx)
-        if self.stored_as is not None and self.layouts is not None:
-            words = self.words_gate_up[...], self.words_down[...]
-            gate_up, down = map(self.stored_as, words, self.layouts)
-            hidden = grouped_matmul(rows, gate_up, routing.group_sizes, glu=lambda gate, up: self.act(gate) * up)
-            return combine(grouped_matmul(hidden, down, routing.group_sizes), order, routing.topk_weights)
+        if self.packed:
+            hidden = self.gate_up(rows, routing.group_sizes, glu=self.gated)
+            return combine(self.down(hidden, routing.group_sizes), order, routing.topk_weights)
         gate = self._grouped(rows, self.w_gate_EDF, routing.group_sizes)
         up = self._grouped(rows, self.w_up_EDF, routing.group_sizes)
-        out = self._grouped(self.act(gate) * up, self.w_down_EFD, routing.group_sizes)
+        out = self._grouped(self.gated(gate, up), self.w_down_EFD, routing.group_sizes)
         return combine(out, order, routing.topk_weights)
 
     def _all(self, x_MD: jax.Array, routing: Routing) -> jax.Array:
@@ -126,7 +98,7 @@ class Experts(nnx.Module):
         up = jnp.einsum("md,edf->mef", x_MD, w_up)
         chosen = routing.topk_idx[..., None] == jnp.arange(w_gate.shape[0], dtype=jnp.int32)
         weights_ME = jnp.sum(jnp.where(chosen, routing.topk_weights[..., None], 0.0), axis=1).astype(x_MD.dtype)
-        return jnp.einsum("mef,efd->md", self.act(gate) * up * weights_ME[..., None], w_down)
+        return jnp.einsum("mef,efd->md", self.gated(gate, up) * weights_ME[..., None], w_down)
 
     @staticmethod
     def _grouped(rows: jax.Array, w: nnx.Param, group_sizes: jax.Array) -> jax.Array:

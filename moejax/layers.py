@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import DenseMLP, ModelConfig
+from moejax.packed import PackedMatrices
+from pallas_kernels.packed_weights import interleave
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -18,6 +20,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 INIT_STD = 0.02
+
+
+@functools.cache  # one object an activation: kernels are compiled for each
+def gated(hidden_act: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """(gate, up) -> activation(gate) * up."""
+    act = ACTIVATIONS[hidden_act]
+    return lambda gate, up: act(gate) * up
 
 
 def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, std: float = INIT_STD) -> nnx.Param:
@@ -57,7 +66,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, mlp: DenseMLP, *, rngs: nnx.Rngs, param_dtype):
         D, F = config.hidden_size, mlp.intermediate_size
-        self.act = ACTIVATIONS[config.hidden_act]
+        self.gated = gated(config.hidden_act)
         self.w_gate_FD = normal_param(rngs, (F, D), param_dtype)
         self.w_up_FD = normal_param(rngs, (F, D), param_dtype)
         self.w_down_DF = normal_param(rngs, (D, F), param_dtype, out_std(config))
@@ -66,12 +75,28 @@ class MLP(nnx.Module):
             self.b_up_F = nnx.Param(jnp.zeros((F,), param_dtype))
             self.b_down_D = nnx.Param(jnp.zeros((D,), param_dtype))
         self.bias = mlp.bias
+        self.packed = False  # see `pack`
+
+    def pack(self, weights: str) -> None:
+        """Keeps the matrices quantised from now on (`PackedMatrices`), gate and up in one. Raises ValueError for sizes that cannot
+        be packed."""
+        gate, up, down = (w[...].T[None] for w in (self.w_gate_FD, self.w_up_FD, self.w_down_DF))
+        self.gate_up, self.down = PackedMatrices("mlp", weights, gate, up), PackedMatrices("mlp", weights, down)
+        self.packed = True
+        del self.w_gate_FD, self.w_up_FD, self.w_down_DF
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., D] -> [..., D]."""
+        if self.packed:
+            return self._packed(x.reshape(-1, x.shape[-1])).reshape(x.shape)
         gate = linear(x, self.w_gate_FD[...], self.b_gate_F[...] if self.bias else None)
         up = linear(x, self.w_up_FD[...], self.b_up_F[...] if self.bias else None)
-        return linear(self.act(gate) * up, self.w_down_DF[...], self.b_down_D[...] if self.bias else None)
+        return linear(self.gated(gate, up), self.w_down_DF[...], self.b_down_D[...] if self.bias else None)
+
+    def _packed(self, x_MD: jax.Array) -> jax.Array:
+        bias_gate_up = interleave(self.b_gate_F[...], self.b_up_F[...])[None] if self.bias else None
+        hidden = self.gate_up(x_MD, bias=bias_gate_up, glu=self.gated)
+        return self.down(hidden, bias=self.b_down_D[...][None] if self.bias else None)
 
 
 def out_std(config: ModelConfig) -> float:

@@ -18,7 +18,9 @@ from moejax.attention import Attend, Attention, LayerAttend, causal_attention
 from moejax.config import ModelConfig, MoE
 from moejax.experts import Experts
 from moejax.layers import MLP, RMSNorm, normal_param
+from moejax.packed import PackedMatrices, check_name
 from pallas_kernels.fused_router import Routing
+from pallas_kernels.packed_weights import BLOCK
 
 
 class ModelOutput(NamedTuple):
@@ -47,6 +49,22 @@ class Block(nnx.Module):
             self.mlp = Experts(config, mlp, rngs=rngs, param_dtype=param_dtype)
         else:
             self.mlp = MLP(config, mlp, rngs=rngs, param_dtype=param_dtype)
+
+    def pack(self, *, expert_weights: str, dense_weights: str) -> None:
+        """See `Transformer.pack`."""
+        if isinstance(self.mlp, Experts) and expert_weights != "bf16":
+            self.mlp.pack(expert_weights)
+        if dense_weights == "bf16":
+            return
+        self.attention.pack(dense_weights)
+        if isinstance(self.mlp, MLP):
+            self.mlp.pack(dense_weights)
+        elif self.mlp.has_shared:
+            self.mlp.shared.pack(dense_weights)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.attention.packed or self.mlp.packed
 
     def __call__(self, x_BTD, cos, sin, attend: LayerAttend, valid) -> tuple[jax.Array, Routing | None]:
         """x [B, T, D] -> ([B, T, D], routing or None)."""
@@ -80,6 +98,38 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head_VD = normal_param(rngs, (config.vocab_size, config.hidden_size), param_dtype)
+        self.head_packed = False  # see `pack`
+
+    def pack(self, *, expert_weights: str = "bf16", dense_weights: str = "bf16") -> None:
+        """Keeps weights quantised from now on: names of `packed.WEIGHT_BITS`, "bf16" for weights that stay as they are.
+
+        Routers, norms and the embedding are never quantised. Nothing is trained or saved after it.
+
+        Args:
+          expert_weights: of routed experts.
+          dense_weights: of the projections of attention, dense and shared MLPs, and the output projection; of tied embeddings a
+            quantised copy is made.
+
+        Raises:
+          ValueError: unknown names, no experts, or sizes that cannot be packed, by name. Some layers may be packed then.
+        """
+        check_name("expert_weights", expert_weights)
+        check_name("dense_weights", dense_weights)
+        if expert_weights != "bf16" and not any(block.is_moe for block in self.blocks):
+            raise ValueError(f"{expert_weights=}: the model has no experts")
+        for block in self.blocks:
+            block.pack(expert_weights=expert_weights, dense_weights=dense_weights)
+        if dense_weights != "bf16":
+            columns = jnp.pad(self.head().T, [(0, 0), (0, -self.config.vocab_size % BLOCK)])
+            self.packed_head = PackedMatrices("lm_head", dense_weights, columns[None])
+            self.head_packed = True
+            if not self.config.tie_word_embeddings:
+                del self.lm_head_VD
+
+    @property
+    def is_packed(self) -> bool:
+        """Is anything quantised?"""
+        return self.head_packed or any(block.is_packed for block in self.blocks)
 
     def __call__(
         self,
@@ -119,11 +169,19 @@ class Transformer(nnx.Module):
         if logit_positions is not None:
             x_BTD = jnp.take_along_axis(x_BTD, logit_positions[:, None, None], axis=1)
         x_BTD = self.final_norm(x_BTD)
-        logits = jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
-        return ModelOutput(logits, tuple(router))
+        return ModelOutput(self.logits(x_BTD), tuple(router))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Final hidden states [B, T, D] to float32 [B, T, V]."""
+        if self.head_packed:
+            rows = self.packed_head(x_BTD.reshape(-1, x_BTD.shape[-1]), preferred_element_type=jnp.float32)
+            return rows.reshape(*x_BTD.shape[:2], -1)[:, :, :self.config.vocab_size]
+        return jnp.einsum("btd,vd->btv", x_BTD, self.head().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
 
     def head(self) -> jax.Array:
-        """The output projection [V, D]; the embedding when they are tied."""
+        """The output projection [V, D]; the embedding when they are tied, dequantised when it is packed."""
+        if self.head_packed:
+            return self.packed_head.weights().dequantize(self.dtype)[0].T[:self.config.vocab_size]
         return (self.embedding_VD if self.config.tie_word_embeddings else self.lm_head_VD)[...]
 
     def _attend_all(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

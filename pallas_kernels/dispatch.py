@@ -6,6 +6,7 @@ over to the next; what was refused is logged, with the reason. ValueError means 
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -13,6 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+
+from pallas_kernels.kv_format import KVFormat
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +28,9 @@ PLATFORM_ORDER: dict[str, tuple[str, ...]] = {
 
 # Kernels in modules of their own: the platform, and what they run on.
 MOSAIC = {"mosaic_gpu": ("gpu", "NVIDIA Hopper"), "mosaic_tpu": ("tpu", "TPU")}
+
+# The order inside pages that a platform's kernels read.
+PAGE_LAYOUT = {"gpu": "mma_sm90", "tpu": "tpu"}
 
 _registry: dict[str, dict[str, Callable[..., Any]]] = {}
 _served: dict[str, str] = {}
@@ -79,14 +86,37 @@ def call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(f"{op}: no implementation can serve this call; {_reasons(refused)}")
 
 
+def with_layout(kv_format: KVFormat, layout: str | None, head_dim: int) -> KVFormat:
+    """`kv_format` in `layout`; None: in what this platform's kernels read if the format can be stored so, else in linear.
+
+    Raises ValueError for a format that cannot be stored in `layout`, or does not fit `head_dim`.
+    """
+    if layout is None and jax.default_backend() in PAGE_LAYOUT:
+        try:
+            return with_layout(kv_format, PAGE_LAYOUT[jax.default_backend()], head_dim)
+        except ValueError as error:
+            _log.warning("pages of %s are in linear order: %s", kv_format.name, error)
+    chosen = dataclasses.replace(kv_format, layout=layout or "linear")
+    chosen.check_head_dim(head_dim)
+    return chosen
+
+
 def _run_mosaic(op: str, name: str, *args: Any, **kwargs: Any) -> Any:
     platform, chip = MOSAIC[name]
     if jax.default_backend() != platform:
         raise NotImplementedError(f"{name}: runs on {chip}, not on {jax.default_backend()}")
     if platform == "gpu" and (capability := jax.devices()[0].compute_capability) != "9.0":
         raise NotImplementedError(f"{name}: runs on {chip}, not on a GPU of {capability=}")
+    arrays = {key: value for key, value in kwargs.items() if isinstance(value, (jax.Array, np.ndarray))}
+    return _jitted(op, name, *((key, value) for key, value in kwargs.items() if key not in arrays))(*args, **arrays)
+
+
+@functools.cache
+def _jitted(op: str, name: str, *static: tuple[str, Any]) -> Callable[..., Any]:
+    """The function of a kernel's module with these arguments bound. Jitted: the many equal calls of a model are traced and lowered
+    once, which takes half a second."""
     module = importlib.import_module(f"pallas_kernels.{op}.{name}")  # only now: it needs parts of jax that other platforms may lack
-    return getattr(module, op)(*args, **kwargs)
+    return jax.jit(functools.partial(getattr(module, op), **dict(static)))
 
 
 def _functions(op: str) -> dict[str, Callable[..., Any]]:

@@ -27,6 +27,7 @@ class StepPoint(Compiled):
     fmt: tuple[tuple[str, object], ...]
     num_layers: int | None = None
     expert_weights: str = "int4"
+    dense_weights: str = "bf16"
     max_batch: int = 16
     max_len: int = 4096
 
@@ -62,7 +63,6 @@ class StepPoint(Compiled):
         from flax import nnx
 
         from moejax import decode
-        from moejax.experts import Experts
         from moejax.hf_config import from_hf
         from moejax.model import Transformer
 
@@ -72,9 +72,7 @@ class StepPoint(Compiled):
 
         def make() -> Transformer:
             model = Transformer(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-            for block in model.blocks:
-                if isinstance(block.mlp, Experts):
-                    block.mlp.pack(self.expert_weights)
+            model.pack(expert_weights=self.expert_weights, dense_weights=self.dense_weights)
             return model
 
         spec, params = decode.split(nnx.eval_shape(make), self._kv_format())

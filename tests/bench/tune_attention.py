@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.kernels import parse_format, with_layout
-from pallas_kernels import KVFormat, bench, bench_cases
+from experiments.kernels import parse_format
+from pallas_kernels import KVFormat, bench, bench_cases, dispatch
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu import Tuning
 from pallas_kernels.paged_attention.specs import SPECS
@@ -88,7 +88,8 @@ def main() -> None:
     for spec in args.spec:
         for text in args.formats:
             for tuning in tunings:
-                measure(spec, with_layout(parse_format(text), "mma_sm90", SPECS[spec].head_dim), tuning, args.calls, args.repeats)
+                fmt = dispatch.with_layout(parse_format(text), "mma_sm90", SPECS[spec].head_dim)
+                measure(spec, fmt, tuning, args.calls, args.repeats)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""Decode steps of a model with random weights over a cache full of random pages: `experiments.decode --weights=random`."""
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments import inputs, profiles
+from moejax import accounting, decode
+from moejax import kv_schedule as schedules
+from moejax.config import ModelConfig, MoE, require_int
+from moejax.experts import Experts
+from moejax.hf_config import from_hf
+from moejax.model import Transformer
+from moejax.random_model import filled_state, random_model
+from pallas_kernels import dispatch
+from pallas_kernels.kv_format import KVFormat
+
+GB = 1e9
+
+
+def read_config(checkpoint: str) -> ModelConfig:
+    """The config of a Hugging Face folder, or a config.json on its own. Raises ValueError that names it."""
+    path = pathlib.Path(inputs.locate(checkpoint))
+    with inputs.naming("checkpoint", checkpoint):
+        return from_hf(json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")))
+
+
+def prepare(
+    config: ModelConfig, formats: Sequence[KVFormat], *, expert_weights: str, dense_weights: str, batch: int, context: int,
+    steps: int, steps_per_segment: int, profile_steps: int,
+) -> Callable[[], dict]:
+    """Checks the sizes; the callable makes the model, fills the cache, and measures.
+
+    Args:
+      batch, context: sequences, and tokens that each has in the cache to begin with: row b has up to a page more, so that pages
+        do not all fill in the same step.
+      steps: decode steps to time; once in segments of `steps_per_segment` on the device, once waiting for each step.
+      profile_steps: decode steps of a profile afterwards; 0 for none.
+    """
+    sizes = {"max_batch": batch, "context": context, "max_tokens": steps, "steps_per_segment": steps_per_segment}
+    for name, value in sizes.items():
+        require_int(name, value)
+    require_int("profile_steps", profile_steps, least=0)
+    page_size = formats[0].page_size
+    segments = -(-steps // steps_per_segment)
+    lens = [context + b * page_size // batch for b in range(batch)]
+    max_len = lens[-1] + (segments + 2) * steps_per_segment + steps + 2 + profile_steps
+
+    def work() -> dict:
+        started = time.perf_counter()
+        model = random_model(config, expert_weights=expert_weights, dense_weights=dense_weights)
+        spec, params = decode.split(model, formats)
+        state = jax.block_until_ready(filled_state(spec, lens, max_len=max_len))
+        made_s = time.perf_counter() - started
+        print(f"made in {made_s:.1f} s", file=sys.stderr, flush=True)
+        decodable = jnp.ones(config.vocab_size, bool)
+        loop = _Loop(spec, params, decodable, steps_per_segment)
+        state, compile_s = loop.warm_up(state)
+        print(f"compiled in {compile_s:.1f} s", file=sys.stderr, flush=True)
+        state, segment_ms = loop.times(state, segments, steps_per_segment)
+        state, step_ms = loop.times(state, steps, 1)
+        out = {
+            "weights": "random", "routing": "by a random router: nearly uniform over experts",
+            "expert_weights": expert_weights, "dense_weights": dense_weights, "kv_format": schedules.name(formats),
+            "effective_bits": schedules.effective_bits(formats, config.head_dim), "kv_layout": spec.formats[0].layout,
+            "batch": batch, "context": context, "steps": steps, "steps_per_segment": steps_per_segment,
+            **{f"tpot_ms_p{q}": float(np.percentile(segment_ms, q)) for q in (50, 99)},
+            **{f"waited_step_ms_p{q}": float(np.percentile(step_ms, q)) for q in (50, 99)},
+            "tok_per_s": batch * 1e3 / float(np.mean(segment_ms)),
+            "made_s": made_s, "compile_s": compile_s,
+            **_bytes(config, model, spec.formats, batch, context), **_peak(),
+            **{f"{op}_implementation": dispatch.last_implementation(op)
+               for op in ("paged_attention", "grouped_matmul", "fused_router", "close_page")},
+            "device": jax.devices()[0].device_kind,
+        }
+        if profile_steps:
+            _, out["profile_us"] = loop.profile(state, profile_steps)
+        return out
+
+    return work
+
+
+class _Loop:
+    """The jitted loop over one model: one program for segments and for single steps."""
+
+    def __init__(self, spec: decode.DecodeSpec, params: nnx.State, decodable: jax.Array, num_steps: int):
+        self.spec, self.params, self.decodable, self.num_steps = spec, params, decodable, num_steps
+
+    def run(self, state: decode.DecodeState, steps: int) -> decode.DecodeState:
+        """A segment of `steps` steps; returns when its tokens are on the host."""
+        state, tokens = decode.generate(self.spec, self.params, state, self.decodable, num_steps=self.num_steps, limit=steps)
+        np.asarray(tokens)
+        return state
+
+    def warm_up(self, state: decode.DecodeState) -> tuple[decode.DecodeState, float]:
+        """Compiles, and runs two segments: (state, seconds)."""
+        started = time.perf_counter()
+        for _ in range(2):
+            state = self.run(state, self.num_steps)
+        return state, time.perf_counter() - started
+
+    def times(self, state: decode.DecodeState, times: int, steps: int) -> tuple[decode.DecodeState, list[float]]:
+        """(state, milliseconds of each step; those of a segment share its time equally)."""
+        out: list[float] = []
+        for _ in range(times):
+            started = time.perf_counter()
+            state = self.run(state, steps)
+            out += [1e3 * (time.perf_counter() - started) / steps] * steps
+        return state, out
+
+    def profile(self, state: decode.DecodeState, steps: int) -> tuple[decode.DecodeState, dict[str, float]]:
+        """(state, microseconds a step that each kernel takes)."""
+        with profiles.recorded() as kernels:
+            for _ in range(steps):
+                state = self.run(state, 1)
+        return state, {name: us / steps for name, us in kernels.items()}
+
+
+def _bytes(config: ModelConfig, model: Transformer, formats: Sequence[KVFormat], batch: int, context: int) -> dict[str, float]:
+    """What is held, and what a step must read at least: the cache, dense weights, and the experts expected to be hit."""
+    held = _nbytes(model)
+    unread = 0.0 if config.tie_word_embeddings and not model.head_packed else _nbytes(model.embedding_VD)
+    for block, layer in zip(model.blocks, config.layers):
+        if isinstance(layer.mlp, MoE) and isinstance(block.mlp, Experts):
+            missed = (1 - layer.mlp.rule.num_experts_per_tok / layer.mlp.num_experts) ** batch
+            unread += missed * sum(map(_nbytes, block.mlp.matrices()))
+    kv = accounting.decode_step_bytes(config, formats, batch=batch, kv_len=context, param_dtype=jnp.bfloat16)["kv"]
+    return {"weight_gb": held / GB, "read_weights_gb": (held - unread) / GB, "read_kv_gb": kv / GB}
+
+
+def _nbytes(module) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module) if isinstance(module, nnx.Module) else module))
+
+
+def _peak() -> dict[str, float]:
+    stats = jax.devices()[0].memory_stats() or {}
+    return {"peak_device_gb": stats["peak_bytes_in_use"] / GB} if "peak_bytes_in_use" in stats else {}
