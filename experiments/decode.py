@@ -59,7 +59,8 @@ def decode(
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer; a config.json with weights="random".
       weights: "checkpoint" or "random".
-      expert_weights: what routed experts are kept in: int8, int4, int3, int2, packed; bf16 leaves them as they are loaded.
+      expert_weights: what routed experts are kept in: int8, int4, int3, int2 or packed_bf16, for the kernels of Hopper and TPU;
+        bf16 leaves them as they are loaded.
       dense_weights: the same for the projections of attention, dense and shared MLPs and the output projection.
       prompt: texts to continue; without them and prompt_file, two of ours.
       prompt_file: a UTF-8 file whose text is one more prompt.

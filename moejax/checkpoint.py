@@ -45,7 +45,8 @@ def load(path_or_id: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None,
       path_or_id: a Hugging Face folder, a .gguf file or a folder with one, or a hub id "owner/name".
       dtype: dtype of parameters and computation; `default_dtype()` by default. Router weights stay float32.
       mesh: lays the parameters out over it (`moejax.sharding`) as they are read; None puts them on the default device.
-      expert_weights: what routed experts are kept in: "int8", "int4", "int3", "int2", or "bf16", which leaves them in `dtype`.
+      expert_weights: what routed experts are kept in: "int8", "int4", "int3", "int2", "packed_bf16" (all of
+        them as the kernels of Hopper and TPU read them), or "bf16", which leaves them in `dtype`.
       dense_weights: the same for all other matrices but the router and the embedding (`Transformer.pack`).
 
     Returns:

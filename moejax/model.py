@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
         self.head_packed = False  # see `pack`
 
     def pack(self, *, expert_weights: str = "bf16", dense_weights: str = "bf16") -> None:
-        """Keeps weights quantised from now on: names of `packed.WEIGHT_BITS`, "bf16" for weights that stay as they are.
+        """Keeps weights quantised from now on: names of `packed.WEIGHT_BITS`; "bf16" leaves weights as they are.
 
         Routers, norms and the embedding are never quantised. Nothing is trained or saved after it.
 

@@ -11,15 +11,17 @@ from flax import nnx
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.packed_weights import BLOCK, MAX_CHUNK, interleave, pack_weights
-from pallas_kernels.qarray import quantize
+from pallas_kernels.qarray import QArray, quantize
 from pallas_kernels.stored_weights import StoredWeights
 from pallas_kernels.tpu_weights import pack_tpu_weights
 
-WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
+# "bf16" leaves weights as they are; the others are packed, "packed_bf16" bit for bit.
+WEIGHT_BITS = {"bf16": 16, "packed_bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
 
 class PackedMatrices(nnx.Module):
-    """Matrices [E, k, n], one an expert or a single one, in codes with a float32 scale for every 128 channels (or k) and column.
+    """Matrices [E, k, n], one an expert or a single one, in codes with a float32 scale for every 128 channels (or k) and column; or
+    in bfloat16.
 
     Attributes:
       words: the packed codes and scales.
@@ -41,9 +43,9 @@ class PackedMatrices(nnx.Module):
         _, k, n = w.shape
         if k % BLOCK or n % BLOCK:
             raise ValueError(f"{what} in {weights!r}: matrices of {k} x {n}; both must be multiples of {BLOCK}")
-        quantised = [quantize(x, bits=WEIGHT_BITS[weights], group_size=math.gcd(k, MAX_CHUNK)) for x in (w, up) if x is not None]
+        kept = [_kept(x, WEIGHT_BITS[weights]) for x in (w, up) if x is not None]
         pack = pack_tpu_weights if jax.default_backend() == "tpu" else pack_weights
-        stored = pack(quantised[0] if up is None else interleave(*quantised))
+        stored = pack(kept[0] if up is None else interleave(*kept))
         self.stored_as: Any = type(stored)
         self.words, self.layout = nnx.Param(stored.words), stored.layout
 
@@ -58,6 +60,11 @@ class PackedMatrices(nnx.Module):
     def weights(self) -> StoredWeights:
         """What the kernels take."""
         return self.stored_as(self.words[...], self.layout)
+
+
+def _kept(w: jax.Array, bits: int) -> QArray | jax.Array:
+    """What is packed of [E, k, n]."""
+    return w.astype(jnp.bfloat16) if bits == 16 else quantize(w, bits=bits, group_size=math.gcd(w.shape[1], MAX_CHUNK))
 
 
 def check_name(parameter: str, weights: str) -> None:

@@ -33,7 +33,7 @@ def function(spec, tuning: Tuning | None):
     options = {"glu": cases.swiglu if spec.glu else None, "preferred_element_type": jnp.dtype("bfloat16")}
     if spec.bits is None:
         return functools.partial(reference.ragged_dot, **options)
-    return functools.partial(mosaic_gpu.grouped_matmul, tuning=tuning, **options)
+    return jax.jit(functools.partial(mosaic_gpu.grouped_matmul, tuning=tuning, **options))  # lowered once, not for every call
 
 
 def nothing(x, weights, sizes):

@@ -59,6 +59,16 @@ def test_packed_experts_are_rounded_experts(name, bits):
         assert block.mlp.gate_up.words[...].nbytes == experts * 2 * 96 * (64 * bits // 8 + 4)
 
 
+def test_packed_bfloat16_is_exact():
+    plain, _ = moejax.load(MODEL, dtype="bfloat16")
+    expected = logits(plain)
+    packed, _ = moejax.load(MODEL, dtype="bfloat16", expert_weights="packed_bf16", dense_weights="packed_bf16")
+    error = np.linalg.norm(logits(packed) - expected) / np.linalg.norm(expected)
+    assert error < 1e-2  # of activations in bfloat16
+    for before, after in zip(plain.blocks, packed.blocks):
+        np.testing.assert_array_equal(after.mlp.down.weights().dequantize("bfloat16"), before.mlp.w_down_EFD[...])
+
+
 def rounded_dense(model) -> None:
     """Dense matrices [.., k], output axes first, as a packed model has them; a head of its own."""
     def round_one(w: nnx.Param, k: int) -> None:
@@ -112,7 +122,7 @@ def model_of(name: str) -> Transformer:
 
 
 def test_what_cannot_be_kept_so_is_named(tmp_path):
-    with pytest.raises(ValueError, match="expert_weights='int5': accepted are bf16, int8, int4, int3, int2"):
+    with pytest.raises(ValueError, match="expert_weights='int5': accepted are bf16, packed_bf16, int8, int4, int3, int2"):
         moejax.load(MODEL, expert_weights="int5")
     with pytest.raises(ValueError, match="mesh"):
         moejax.load(MODEL, expert_weights="int4", mesh=make_mesh())
