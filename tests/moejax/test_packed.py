@@ -61,10 +61,10 @@ def test_packed_experts_are_rounded_experts(name, bits):
 
 def test_packed_bfloat16_is_exact():
     plain, _ = moejax.load(MODEL, dtype="bfloat16")
-    expected = logits(plain)
+    exact = logits(moejax.load(MODEL)[0])
     packed, _ = moejax.load(MODEL, dtype="bfloat16", expert_weights="packed_bf16", dense_weights="packed_bf16")
-    error = np.linalg.norm(logits(packed) - expected) / np.linalg.norm(expected)
-    assert error < 1e-2  # of activations in bfloat16
+    of_plain, of_packed = (np.linalg.norm(logits(model) - exact) for model in (plain, packed))
+    assert of_packed < 1.2 * of_plain  # activations are in bfloat16: what is left differs in the order of sums
     for before, after in zip(plain.blocks, packed.blocks):
         np.testing.assert_array_equal(after.mlp.down.weights().dequantize("bfloat16"), before.mlp.w_down_EFD[...])
 
