@@ -9,14 +9,19 @@ A point that does not compile fails the run, and so does one that is refused. Ne
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 import os
 import pathlib
 import sys
+import types
+from unittest import mock
 
 from tests import aot
 from tests.aot import BITS, EVERYTHING, HEAD_DIMS, fmt, weights
+from tests.aot_step import StepPoint
 
 # What the compiler must know of the target. Sizes: NVIDIA H100/H200 data sheets and the CUDA programming guide, capability 9.0.
 TARGET = """
@@ -55,8 +60,36 @@ class HopperMatmulPoint(aot.MatmulPoint):
         return PackedWeights(array((self.num_experts, layout.blocks, layout.chunks, layout.words), jnp.uint32), layout)
 
 
+@dataclasses.dataclass(frozen=True)
+class HopperStepPoint(StepPoint):
+    """The decode loop of a model."""
+
+    layout = "mma_sm90"
+    kernels = ("paged_attention", "close_page", "grouped_matmul")
+
+    def lower(self, array: aot.Array):
+        with _on_hopper():
+            return super().lower(array)
+
+    def _abstract(self):
+        with _on_hopper():
+            return super()._abstract()
+
+
+@contextlib.contextmanager
+def _on_hopper():
+    """What decides which kernels run, and how weights are packed, sees the target."""
+    with (mock.patch("jax.default_backend", lambda: "gpu"),
+          mock.patch("jax.devices", lambda *args: [types.SimpleNamespace(compute_capability="9.0")])):
+        yield
+
+
 def points() -> list[aot.Lowers]:
-    return [*attention_points(), *close_page_points(), *grouped_matmul_points()]
+    """Of steps two layers: deeper models repeat them."""
+    steps = [HopperStepPoint("qwen3_30b_a3b", fmt(3, 3), num_layers=2, dense_weights="int8"),
+             HopperStepPoint("mixtral_8x7b", fmt(2, 2, sink_tokens=64, open_pages=2), num_layers=2),
+             HopperStepPoint("olmoe_1b_7b", fmt(4, 4), num_layers=2, expert_weights="packed_bf16", dense_weights="packed_bf16")]
+    return [*attention_points(), *close_page_points(), *grouped_matmul_points(), *steps]
 
 
 def attention_points() -> list[aot.Lowers]:

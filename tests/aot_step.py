@@ -32,6 +32,7 @@ class StepPoint(Compiled):
     max_len: int = 4096
 
     layout = "linear"
+    kernels = KERNELS
 
     @property
     def name(self) -> str:
@@ -88,7 +89,7 @@ class StepPoint(Compiled):
 
         text, memory = compiled.as_text(), compiled.memory_analysis()
         spec, params, state = self._abstract()
-        if missing := set(KERNELS) - kernels_in(text):
+        if missing := set(self.kernels) - kernels_in(text):
             raise ValueError(f"no kernel of {', '.join(sorted(missing))} in the program")
         state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         if memory.alias_size_in_bytes < state_bytes:
@@ -105,6 +106,7 @@ class StepPoint(Compiled):
 def kernels_in(text: str) -> set[str]:
     """Those of KERNELS that are custom calls of a program in HLO."""
     calls = re.findall(r"%(\w+?)[.\d]* = .*custom-call\(.*custom_call_target=\"tpu_custom_call\"", text)
+    calls += re.findall(r"custom_call_target=\"mosaic_gpu_v2\".*op_name=\"[^\"]*/(\w+)/mpmd_map\"", text)
     return {name for name in KERNELS if any(call.startswith(name) for call in calls)}
 
 
