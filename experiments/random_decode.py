@@ -91,7 +91,7 @@ def prepare(
 class _Loop:
     """The jitted loop over one model: one program for segments and for single steps."""
 
-    def __init__(self, spec: decode.DecodeSpec, params: nnx.State, decodable: jax.Array, num_steps: int):
+    def __init__(self, spec: decode.DecodeSpec, params: decode.Params, decodable: jax.Array, num_steps: int):
         self.spec, self.params, self.decodable, self.num_steps = spec, params, decodable, num_steps
 
     def run(self, state: decode.DecodeState, steps: int) -> decode.DecodeState:

@@ -18,7 +18,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from moejax import kv_cache, sampling
 from moejax.decode_state import (
@@ -26,6 +25,7 @@ from moejax.decode_state import (
     NO_TOKEN,
     DecodeSpec,
     DecodeState,
+    Params,
     Request,
     init_state,
     piece_lengths,
@@ -36,8 +36,8 @@ from moejax.decode_state import (
 from moejax.kv_cache import LayerKV, Placement
 
 __all__ = [
-    "MAX_STOP_IDS", "NO_TOKEN", "DecodeSpec", "DecodeState", "Request", "compilations", "copy_slot", "decode_step", "forward",
-    "generate", "init_state", "insert", "piece_lengths", "pieces", "prefill_piece", "score_piece", "split", "with_table",
+    "MAX_STOP_IDS", "NO_TOKEN", "DecodeSpec", "DecodeState", "Params", "Request", "compilations", "copy_slot", "decode_step",
+    "forward", "generate", "init_state", "insert", "piece_lengths", "pieces", "prefill_piece", "score_piece", "split", "with_table",
 ]
 
 compilations: collections.Counter[str] = collections.Counter()
@@ -45,7 +45,7 @@ compilations: collections.Counter[str] = collections.Counter()
 
 
 def forward(
-    spec: DecodeSpec, params: nnx.State, caches: tuple[LayerKV, ...], tokens: jax.Array, where: Placement,
+    spec: DecodeSpec, params: Params, caches: tuple[LayerKV, ...], tokens: jax.Array, where: Placement,
     logit_positions: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
     """Runs the model on the new tokens of each row over the caches. Not jitted: the body of the functions below.
@@ -58,7 +58,7 @@ def forward(
     Returns:
       (logits float32 [B, T or 1, V], caches with the tokens in them and filled pages closed).
     """
-    model = nnx.merge(spec.graphdef, params)
+    model = spec.model(params)
     new = list(caches)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
 def prefill_piece(
-    spec: DecodeSpec, params: nnx.State, state: DecodeState, slot: jax.Array, tokens: jax.Array, q_len: jax.Array,
+    spec: DecodeSpec, params: Params, state: DecodeState, slot: jax.Array, tokens: jax.Array, q_len: jax.Array,
 ) -> tuple[DecodeState, jax.Array]:
     """Appends one piece of a prompt to a slot.
 
@@ -97,7 +97,7 @@ def prefill_piece(
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
 def score_piece(
-    spec: DecodeSpec, params: nnx.State, state: DecodeState, slot: jax.Array, tokens: jax.Array, q_len: jax.Array,
+    spec: DecodeSpec, params: Params, state: DecodeState, slot: jax.Array, tokens: jax.Array, q_len: jax.Array,
     targets: jax.Array,
 ) -> tuple[DecodeState, jax.Array, jax.Array]:
     """As `prefill_piece`, and scores what comes next, as decoding would have seen it.
@@ -163,7 +163,7 @@ def copy_slot(state: DecodeState, source: jax.Array, target: jax.Array) -> Decod
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
 def decode_step(
-    spec: DecodeSpec, params: nnx.State, state: DecodeState, decodable: jax.Array,
+    spec: DecodeSpec, params: Params, state: DecodeState, decodable: jax.Array,
 ) -> tuple[DecodeState, jax.Array]:
     """One token for every active slot: (state, int32 [B], NO_TOKEN for the others)."""
     compilations["decode_step"] += 1
@@ -172,7 +172,7 @@ def decode_step(
 
 @functools.partial(jax.jit, static_argnames=("spec", "num_steps"), donate_argnames="state")
 def generate(
-    spec: DecodeSpec, params: nnx.State, state: DecodeState, decodable: jax.Array, *, num_steps: int,
+    spec: DecodeSpec, params: Params, state: DecodeState, decodable: jax.Array, *, num_steps: int,
     limit: jax.Array | int | None = None,
 ) -> tuple[DecodeState, jax.Array]:
     """Up to `num_steps` steps in one loop on the device, which ends early when no slot is active.

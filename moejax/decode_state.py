@@ -20,6 +20,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.pallas_utils import INVALID, cdiv
 
+# Leaves of a model's state. A flat tuple: to flatten an `nnx.State` of a deep model takes milliseconds, and every call would.
+Params = tuple[jax.Array, ...]
+
 NO_TOKEN = -1
 MAX_STOP_IDS = 16
 
@@ -30,14 +33,20 @@ class DecodeSpec:
 
     Attributes:
       graphdef, config: of the `Transformer`.
+      treedef: of its state, whose leaves the functions take.
       formats: storage format of each layer's cache; all of one page size.
       implementation: of `paged_attention` and `close_page`; None picks by platform.
     """
 
     graphdef: nnx.GraphDef
+    treedef: jax.tree_util.PyTreeDef
     config: ModelConfig
     formats: tuple[KVFormat, ...]
     implementation: str | None = None
+
+    def model(self, params: Params) -> Transformer:
+        """The model with these parameters."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, params))
 
     @property
     def page_size(self) -> int:
@@ -55,7 +64,7 @@ class DecodeSpec:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.graphdef, self.config, self.formats, self.implementation))
+        return hash((self.graphdef, self.treedef, self.config, self.formats, self.implementation))
 
     def __hash__(self) -> int:
         """Cached: hashing the graph of a deep model takes milliseconds, and every call needs the hash."""
@@ -64,7 +73,7 @@ class DecodeSpec:
 
 def split(
     model: Transformer, kv_format: KVFormat | Sequence[KVFormat], *, implementation: str | None = None,
-) -> tuple[DecodeSpec, nnx.State]:
+) -> tuple[DecodeSpec, Params]:
     """The static and the array part of a model that decodes with this cache: one format for all layers, or one for each.
 
     Pages of formats in "linear" layout lie as this platform's kernels read them, where they can; with `implementation`, linear.
@@ -81,7 +90,8 @@ def split(
         f.check_head_dim(model.config.head_dim)
         f.check_cacheable()
     graphdef, params = nnx.split(model)
-    return DecodeSpec(graphdef, model.config, formats, implementation), params
+    leaves, treedef = jax.tree.flatten(params)
+    return DecodeSpec(graphdef, treedef, model.config, formats, implementation), tuple(leaves)
 
 
 @jax.tree_util.register_dataclass

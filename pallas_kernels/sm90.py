@@ -27,6 +27,24 @@ def warpgroup_done(*, use_twins: bool) -> None:
     _wait(mgpu.utils.warpgroup_barrier, use_twins)
 
 
+def after_previous_kernel(*, use_twins: bool) -> None:
+    """Waits until the kernel before this one is done, and lets the next one start as soon as there is room for its blocks.
+
+    Programmatic dependent launch. What comes before it overlaps with the previous kernel and may read only what no kernel writes
+    that lets the next one start early: those say so by `next_kernel_may_start` or by this function. None of them writes integers.
+    """
+    if not use_twins:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def next_kernel_may_start(*, use_twins: bool) -> None:
+    """Lets the next kernel start as soon as there is room, if it waits by `after_previous_kernel` before it reads what this one
+    writes. For kernels that are themselves started when all before them is done."""
+    if not use_twins:
+        plgpu.griddepcontrol_launch_dependents()
+
+
 def _wait(barrier, use_twins: bool) -> None:
     if use_twins:
         plgpu.commit_smem()  # to the interpreter, what one warp reads all of them read

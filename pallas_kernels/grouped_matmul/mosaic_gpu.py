@@ -7,7 +7,8 @@ contraction. A warpgroup works through a run of neighbouring items:
                                  products on tensor cores from the codes                           (`fragments.add_products`)
     sum of the warps -> bias, activation -> output
 
-Copies run ahead over the ends of items: all of a warpgroup's steps are one sequence. Tokens are few and read by everyone: they come
+Copies run ahead over the ends of items: all of a warpgroup's steps are one sequence. The first ones start before the kernel before
+this one has ended (`sm90.after_previous_kernel`). Tokens are few and read by everyone: they come
 from the caches straight into registers. An expert's weights are read once for each tile of its rows, and not at all without rows.
 What a row gives depends on nothing but the row and its expert, bit for bit.
 """
@@ -116,6 +117,7 @@ def grouped_matmul(
     width = w.layout.n if glu is None else w.layout.n // 2
     biases = [] if bias is None else [bias.astype(jnp.float32)]
     words = w.words.reshape(-1, *w.words.shape[2:])  # [E * blocks, chunks, words]
+    name = f"grouped_matmul_{w.layout.bits}bit_{w.layout.k}x{w.layout.n}"  # what profiles show
     return plgpu.kernel(
         functools.partial(_kernel_body, call), out_type=jax.ShapeDtypeStruct((x.shape[0], width), preferred_element_type),
         grid=(tuning.blocks,), grid_names=("block",), num_threads=tuning.warpgroups, thread_name="warpgroup",
@@ -128,7 +130,7 @@ def grouped_matmul(
         # Barriers of the warpgroup are where this file says `warpgroup_done`, and nowhere else.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
-        kernel_name="grouped_matmul", interpret=interpret)(x, words, group_sizes, *biases)
+        kernel_name=name, interpret=interpret)(x, words, group_sizes, *biases)
 
 
 def default_tuning(layout: WeightLayout, rows: int) -> Tuning:
@@ -198,6 +200,7 @@ class _Worker:
         place = _Place(item, jnp.int32(0), jnp.int32(0))
         items = end - first
         place = lax.fori_loop(0, call.tuning.stages, lambda stage, place: self._copy(items, stage, place), place)
+        sm90.after_previous_kernel(use_twins=call.use_twins)  # weights and sizes are not its work
         lax.fori_loop(0, items, lambda _, state: self._run_item(items, *state), (item, place, jnp.int32(0)))
         self._clear(rows)
 

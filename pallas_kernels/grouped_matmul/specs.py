@@ -55,11 +55,17 @@ def _qwen3_30b(batch: int, bits: int | None, *, down: bool = False) -> GroupedMa
         m=8 * batch, k=k, n=n, num_experts=128, top_k=8, bits=bits, group_size=None if bits is None else 128, glu=not down)
 
 
+def _dense(batch: int, k: int, n: int, bits: int) -> GroupedMatmulSpec:
+    return GroupedMatmulSpec(m=batch, k=k, n=n, num_experts=1, top_k=1, bits=bits, group_size=128)
+
+
 SPECS = {
     "tiny_int4": GroupedMatmulSpec(m=4, k=256, n=64, num_experts=8, top_k=2, bits=4, group_size=64, glu=True),
     "tiny_bf16": GroupedMatmulSpec(m=4, k=256, n=64, num_experts=8, top_k=2),
     **{f"qwen3_30b_b{batch}_{name}_{f'int{bits}' if bits else 'bf16'}": _qwen3_30b(batch, bits, down=name == "down")
        for batch in (1, 4, 16, 64) for name in ("gate_up", "down") for bits in (4, 8, None)},
+    **{f"qwen3_30b_b{batch}_{name}_int8": _dense(batch, k, n, 8)
+       for batch in (1, 16, 64) for name, k, n in (("qkv", 2048, 5120), ("o", 4096, 2048), ("lm_head", 2048, 151936))},
     "gpt_oss_20b_b16_down_int4": GroupedMatmulSpec(
         m=64, k=2880, n=2880, num_experts=32, top_k=4, bits=4, group_size=32, scale_dtype="bfloat16"),
     "olmoe_b8_gate_up_int8": GroupedMatmulSpec(

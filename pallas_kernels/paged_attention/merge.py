@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import sm90
 from pallas_kernels.paged_attention.fragments import PER_QUERY, QUERY_ROWS, ROWS, WARPS
 from pallas_kernels.paged_attention.work_list import Work, split_range
 from pallas_kernels.pallas_utils import MASK_VALUE, cdiv
@@ -50,7 +51,7 @@ def merge(
     tiles, _, head_dim, _ = partial.shape
     optional = [] if sinks is None else [sinks]
     out = plgpu.kernel(
-        functools.partial(_body, work, num_queries, query_tiles),
+        functools.partial(_body, work, num_queries, query_tiles, interpret is not None),
         out_type=jax.ShapeDtypeStruct((tiles, QUERY_ROWS, head_dim, 1), dtype),
         grid=(tiles, head_dim // CHANNELS), grid_names=("tile", "channels"),
         scratch_types={
@@ -63,9 +64,11 @@ def merge(
 
 
 def _body(
-    work: Work, num_queries: int, query_tiles: int, partial_ref, stats_ref, kv_lens_ref, q_lens_ref, *refs, stats_smem, sum_smem,
+    work: Work, num_queries: int, query_tiles: int, use_twins: bool, partial_ref, stats_ref, kv_lens_ref, q_lens_ref, *refs,
+    stats_smem, sum_smem,
 ):
     *sinks_ref, out_ref = refs
+    sm90.after_previous_kernel(use_twins=use_twins)
     tile = lax.axis_index("tile")
     channels = pl.ds(lax.axis_index("channels") * CHANNELS, CHANNELS)
     row, head = lax.div(tile, work.heads), lax.rem(tile, work.heads)

@@ -245,6 +245,7 @@ def _kernel_body(
     call: _Call, q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, kv_lens_ref, q_lens_ref, *refs, **scratch,
 ):
     *sink_refs, out_ref, stats_ref = refs
+    sm90.next_kernel_may_start(use_twins=call.step.use_twins)
     groups = call.tuning.warpgroups
     group = lax.axis_index("warpgroup")
     inputs = _Inputs(q_ref, pages_ref, open_k_ref, open_v_ref, table_ref, sink_refs)
