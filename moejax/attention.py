@@ -1,10 +1,12 @@
-"""Grouped-query attention: project, norm, clip, rotate; hand q, k, v to an `Attend`; project back.
+"""Grouped-query attention: project; hand the heads to an `Attend`; project back.
 
-`Attend` is where a KV cache comes in: it gets the layer's index and rotated q, k, v, and returns the attention output. The
-model knows nothing of caches, and `causal_attention` below is the one that needs none.
+`Attend` is where a KV cache comes in: it gets the layer's index and its `Heads`, which are normed, clipped and rotated when it asks
+for q, k, v, and returns the attention output. The model knows nothing of caches, and `causal_attention` below is the one that needs
+none.
 """
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -17,10 +19,10 @@ from moejax.layers import RMSNorm, linear, normal_param, out_std
 from moejax.packed import PackedMatrices
 from pallas_kernels.pallas_utils import MASK_VALUE
 
-# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H], in one layer
-LayerAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# Heads of B x T tokens -> [B, T, N, H], in one layer
+LayerAttend = Callable[["Heads"], jax.Array]
 # The same with the layer's index in front.
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[int, "Heads"], jax.Array]
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, sliding_window: int | None = None) -> jax.Array:
@@ -78,11 +80,23 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array, attend: LayerAttend) -> jax.Array:
         """x [B, T, D], cos and sin [B, T, 1, H/2] -> [B, T, D]."""
-        q, k, v = self.project(x_BTD)
-        return self.output(attend(rope.apply(q, cos, sin), rope.apply(k, cos, sin), v))
+        return self.output(attend(Heads(self, self.projected(x_BTD), cos, sin)))
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], normed and clipped, before RoPE."""
+        return self.normed(self.projected(x_BTD))
+
+    def normed(self, projected: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k and v of `projected`, normed and clipped."""
+        config, (q, k, v) = self.config, projected
+        if config.qk_norm != "none":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
+        return q, k, v
+
+    def projected(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:
+        """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], as they are projected."""
         config = self.config
         has_bias = config.attention_bias
         if self.packed:
@@ -91,10 +105,6 @@ class Attention(nnx.Module):
             q = self._heads(x_BTD, self.w_q_NHD, self.b_q_NH if has_bias else None)
             k = self._heads(x_BTD, self.w_k_KHD, self.b_k_KH if has_bias else None)
             v = self._heads(x_BTD, self.w_v_KHD, self.b_v_KH if has_bias else None)
-        if config.qk_norm != "none":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if config.clip_qkv is not None:
-            q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
         return q, k, v
 
     def output(self, out_BTNH: jax.Array) -> jax.Array:
@@ -117,3 +127,24 @@ class Attention(nnx.Module):
         heads, head_dim, width = w.shape
         y = linear(x_BTD, w[...].reshape(-1, width), None if bias is None else bias[...].reshape(-1))
         return y.reshape(*x_BTD.shape[:2], heads, head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The heads of one layer as they are projected, and what is still to be done to them.
+
+    Attributes:
+      attention: whose they are.
+      projected: q [B, T, N, H], k and v [B, T, K, H].
+      cos, sin: [B, T, 1, H/2], of the tokens' positions.
+    """
+
+    attention: Attention
+    projected: tuple[jax.Array, ...]
+    cos: jax.Array
+    sin: jax.Array
+
+    def qkv(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k and v, normed, clipped and rotated."""
+        q, k, v = self.attention.normed(self.projected)
+        return rope.apply(q, self.cos, self.sin), rope.apply(k, self.cos, self.sin), v

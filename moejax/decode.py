@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax import kv_cache, sampling
+from moejax.attention import Heads
 from moejax.decode_state import (
     MAX_STOP_IDS,
     NO_TOKEN,
@@ -61,9 +62,9 @@ def forward(
     model = spec.model(params)
     new = list(caches)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out, new[layer] = kv_cache.attend(
-            new[layer], q, k, v, where, kv_format=spec.formats[layer],
+    def attend(layer: int, heads: Heads) -> jax.Array:
+        out, new[layer] = kv_cache.attend_heads(
+            new[layer], heads, where, kv_format=spec.formats[layer],
             sliding_window=spec.config.layers[layer].sliding_window, implementation=spec.implementation)
         return out
 

@@ -12,6 +12,9 @@ from moejax.router import Router
 from pallas_kernels.fused_router import Routing
 from pallas_kernels.grouped_matmul import grouped_matmul
 
+# Up to so many pairs are sorted by comparing each with every other: two small kernels on a GPU, where a sort is four.
+MOST_COMPARED = 1024
+
 
 def permute(x_TD: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of x once per chosen expert, sorted by expert; pairs of one expert keep the order of their tokens.
@@ -21,19 +24,27 @@ def permute(x_TD: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]
       topk_idx: int32 [T, X] expert ids; an id past the last expert sorts to the end.
 
     Returns:
-      (rows [T*X, D], order int32 [T*X]): row i is token order[i] // X.
+      (rows [T*X, D], place int32 [T*X]): pair i, of token i // X, is row place[i].
     """
-    order = jnp.argsort(topk_idx.reshape(-1), stable=True)
-    return x_TD[order // topk_idx.shape[1]], order
+    pairs = topk_idx.reshape(-1)
+    count = pairs.shape[0]
+    if count > MOST_COMPARED:
+        order = jnp.argsort(pairs, stable=True)
+        return x_TD[order // topk_idx.shape[1]], jnp.argsort(order)
+    index = jnp.arange(count, dtype=jnp.int32)
+    before = (pairs < pairs[:, None]) | ((pairs == pairs[:, None]) & (index < index[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(place == index[:, None], index, 0), axis=1, dtype=jnp.int32)
+    return x_TD[order // topk_idx.shape[1]], place
 
 
-def combine(y_MD: jax.Array, order: jax.Array, topk_weights: jax.Array) -> jax.Array:
+def combine(y_MD: jax.Array, place: jax.Array, topk_weights: jax.Array) -> jax.Array:
     """Undoes `permute` and sums each token's X rows times their weights, in float32. [T*X, D] -> [T, D] in y's dtype.
 
     The X terms of a token are added in the order of `topk_weights`, so a token's result does not depend on the other tokens.
     """
     T, X = topk_weights.shape
-    y_TXD = y_MD[jnp.argsort(order)].reshape(T, X, -1)
+    y_TXD = y_MD[place].reshape(T, X, -1)
     return jnp.sum(y_TXD.astype(jnp.float32) * topk_weights[:, :, None], axis=1).astype(y_MD.dtype)
 
 
@@ -83,14 +94,14 @@ class Experts(nnx.Module):
         return out.reshape(x_BTD.shape), routing
 
     def _routed(self, x_MD: jax.Array, routing: Routing) -> jax.Array:
-        rows, order = permute(x_MD, routing.topk_idx)
+        rows, place = permute(x_MD, routing.topk_idx)
         if self.packed:
             hidden = self.gate_up(rows, routing.group_sizes, glu=self.gated)
-            return combine(self.down(hidden, routing.group_sizes), order, routing.topk_weights)
+            return combine(self.down(hidden, routing.group_sizes), place, routing.topk_weights)
         gate = self._grouped(rows, self.w_gate_EDF, routing.group_sizes)
         up = self._grouped(rows, self.w_up_EDF, routing.group_sizes)
         out = self._grouped(self.gated(gate, up), self.w_down_EFD, routing.group_sizes)
-        return combine(out, order, routing.topk_weights)
+        return combine(out, place, routing.topk_weights)
 
     def _all(self, x_MD: jax.Array, routing: Routing) -> jax.Array:
         w_gate, w_up, w_down = (w[...].astype(x_MD.dtype) for w in (self.w_gate_EDF, self.w_up_EDF, self.w_down_EFD))

@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.attention import Heads
+from pallas_kernels.append_heads import OpenPages, append_heads
+from pallas_kernels.append_heads.reference import write
 from pallas_kernels.close_page import close_page
 from pallas_kernels.kv_format import KVFormat
 from pallas_kernels.paged_attention import paged_attention
@@ -117,12 +120,12 @@ def append(cache: LayerKV, k: jax.Array, v: jax.Array, where: Placement, *, kv_f
     v = rotate(v, kv_format.v_rotation, kv_format.rotation_block)
     offset = where.kv_lens % kv_format.open_tokens
     cache = dataclasses.replace(
-        cache, open_k=_write(cache.open_k, k, offset, where.q_lens), open_v=_write(cache.open_v, v, offset, where.q_lens))
+        cache, open_k=write(cache.open_k, k, offset, where.q_lens), open_v=write(cache.open_v, v, offset, where.q_lens))
     if cache.sink_k is None or cache.sink_v is None:
         return cache
     return dataclasses.replace(
-        cache, sink_k=_write(cache.sink_k, k, where.kv_lens, where.q_lens),
-        sink_v=_write(cache.sink_v, v, where.kv_lens, where.q_lens))
+        cache, sink_k=write(cache.sink_k, k, where.kv_lens, where.q_lens),
+        sink_v=write(cache.sink_v, v, where.kv_lens, where.q_lens))
 
 
 def attend(
@@ -142,12 +145,39 @@ def attend(
     """
     cache = append(cache, k, v, where, kv_format=kv_format)
     q = stored_queries(q, kv_format, cache.transform)
+    return _look(cache, q, where, kv_format, sliding_window, implementation), cache
+
+
+def attend_heads(
+    cache: LayerKV, heads: Heads, where: Placement, *, kv_format: KVFormat, sliding_window: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, LayerKV]:
+    """`attend` of heads as they are projected. With one token a row, norms, RoPE and append are one operation where that is known
+    (`append_heads`): no norm over all heads at once, no clipping, no rotation or permutation of the cache's channels."""
+    attention, (q, k, v) = heads.attention, heads.projected
+    config = attention.config
+    turned = cache.transform.k_perm is not None or (kv_format.k_rotation, kv_format.v_rotation) != ("none", "none")
+    if q.shape[1] > 1 or turned or config.qk_norm == "full" or config.clip_qkv is not None:
+        return attend(cache, *heads.qkv(), where, kv_format=kv_format, sliding_window=sliding_window, implementation=implementation)
+    norms = config.qk_norm != "none"
+    q, pages = append_heads(
+        jnp.concatenate([q, k, v], axis=2)[:, 0], heads.cos[:, 0, 0], heads.sin[:, 0, 0],
+        OpenPages(cache.open_k, cache.open_v, cache.sink_k, cache.sink_v), where.kv_lens, where.q_lens,
+        num_heads=config.num_heads, eps=config.rms_norm_eps, q_scale=attention.q_norm.scale[...] if norms else None,
+        k_scale=attention.k_norm.scale[...] if norms else None,
+        implementation="reference" if implementation == "reference" else None)
+    cache = dataclasses.replace(cache, **pages._asdict())
+    return _look(cache, q[:, None], where, kv_format, sliding_window, implementation), cache
+
+
+def _look(cache: LayerKV, q, where: Placement, kv_format: KVFormat, sliding_window, implementation) -> jax.Array:
+    """Attention of stored queries [B, T, N, H] over the cache with their tokens in it."""
     kv_lens = jnp.where(where.q_lens > 0, where.kv_lens + where.q_lens, 0)
     out = paged_attention(
         q, cache.pages, cache.open_k, cache.open_v, where.block_table, kv_lens, where.q_lens, kv_format=kv_format,
         sink_k=cache.sink_k, sink_v=cache.sink_v, sm_scale=q.shape[-1] ** -0.5, sliding_window=sliding_window,
         implementation=implementation)
-    return rotate(out, kv_format.v_rotation, kv_format.rotation_block), cache
+    return rotate(out, kv_format.v_rotation, kv_format.rotation_block)
 
 
 def close_filled(
@@ -261,16 +291,6 @@ def permute_channels(x: jax.Array, transform: KeyTransform) -> jax.Array:
     heads = x.shape[2] // transform.k_perm.shape[0]
     perm = jnp.repeat(transform.k_perm, heads, axis=0)
     return jnp.take_along_axis(x, perm[None, None], axis=3)
-
-
-def _write(buffer: jax.Array, new: jax.Array, offsets: jax.Array, q_lens: jax.Array) -> jax.Array:
-    """buffer [B, K, Z, H] with token i < q_lens[b] of new [B, T, K, H] at offsets[b] + i; what falls outside is dropped."""
-    source = jnp.arange(buffer.shape[2], dtype=jnp.int32)[None] - offsets[:, None]
-    written = (source >= 0) & (source < q_lens[:, None])
-    new = new.astype(buffer.dtype)
-    if new.shape[1] > 1:
-        new = jnp.take_along_axis(new, jnp.clip(source, 0, new.shape[1] - 1)[:, :, None, None], axis=1)
-    return jnp.where(written[:, None, :, None], new.swapaxes(1, 2), buffer)
 
 
 def _map_rows(function, *caches: LayerKV) -> LayerKV:

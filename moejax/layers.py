@@ -10,6 +10,7 @@ from flax import nnx
 
 from moejax.config import DenseMLP, ModelConfig
 from moejax.packed import PackedMatrices
+from pallas_kernels.append_heads.reference import rms_norm
 from pallas_kernels.packed_weights import interleave
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -53,12 +54,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., *scale.shape] -> the same shape and dtype; the mean runs over all axes of `scale`."""
-        scale = self.scale[...]
-        axes = tuple(range(x.ndim - scale.ndim, x.ndim))
-        x32 = x.astype(jnp.float32)
-        inv = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + self.eps)
-        scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
-        return (x32 * inv * scale).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class MLP(nnx.Module):

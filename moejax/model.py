@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax import rope
-from moejax.attention import Attend, Attention, LayerAttend, causal_attention
+from moejax.attention import Attend, Attention, Heads, LayerAttend, causal_attention
 from moejax.config import ModelConfig, MoE
 from moejax.experts import Experts
 from moejax.layers import MLP, RMSNorm, normal_param
@@ -184,8 +184,8 @@ class Transformer(nnx.Module):
             return self.packed_head.weights().dequantize(self.dtype)[0].T[:self.config.vocab_size]
         return (self.embedding_VD if self.config.tie_word_embeddings else self.lm_head_VD)[...]
 
-    def _attend_all(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return causal_attention(q, k, v, self.config.layers[layer].sliding_window)
+    def _attend_all(self, layer: int, heads: Heads) -> jax.Array:
+        return causal_attention(*heads.qkv(), self.config.layers[layer].sliding_window)
 
 
 def abstract(config: ModelConfig, *, param_dtype=jnp.float32, dtype=None) -> tuple[nnx.GraphDef, nnx.State]:

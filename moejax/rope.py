@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.config import ModelConfig, RopeConfig
+from pallas_kernels.append_heads.reference import rotate_pairs
 
 
 def cos_sin(config: ModelConfig, positions: jax.Array, length: jax.Array | int = 0) -> tuple[jax.Array, jax.Array]:
@@ -37,8 +38,7 @@ def cos_sin(config: ModelConfig, positions: jax.Array, length: jax.Array | int =
 
 def apply(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the channel pairs of x [B, T, N, H] in float32; returns x's dtype."""
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+    return rotate_pairs(x_BTNH, cos, sin)
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

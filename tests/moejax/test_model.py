@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moejax import experts
 from moejax.attention import causal_attention
 from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE, RopeConfig
 from moejax.dims import letters_of
@@ -148,14 +149,18 @@ def test_rms_norm_against_numpy(shape):
     assert_close(norm(jnp.asarray(x, jnp.float32)), expected, "model_f32")
 
 
-def test_combine_undoes_permute():
+@pytest.mark.parametrize("most", [0, 1024])
+def test_combine_undoes_permute(most, monkeypatch):
+    monkeypatch.setattr(experts, "MOST_COMPARED", most)  # sorted, or each pair compared with every other
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((7, 4)), jnp.float32)
     idx = jnp.asarray(np.stack([rng.permutation(5)[:3] for _ in range(7)]), jnp.int32)
-    rows, order = permute(x, idx)
-    assert (np.diff(np.asarray(idx).reshape(-1)[np.asarray(order)]) >= 0).all()
+    rows, place = permute(x, idx)
+    order = np.argsort(np.asarray(idx).reshape(-1), kind="stable")
+    np.testing.assert_array_equal(np.asarray(place)[order], np.arange(21))
+    np.testing.assert_array_equal(rows, np.asarray(x)[order // 3])
     weights = jnp.full((7, 3), 1 / 3, jnp.float32)
-    assert_close(combine(rows, order, weights), x, "model_f32")
+    assert_close(combine(rows, place, weights), x, "model_f32")
 
 
 @pytest.mark.parametrize("rule", [RULE, RouterRule(num_experts_per_tok=2, norm_topk_prob=True),

@@ -64,7 +64,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def _full(round_kv: bool, num_layers: int):
     graphdef, params = nnx.split(model(num_layers))
 
-    def attend(layer, q, k, v):
+    def attend(layer, heads):
+        q, k, v = heads.qkv()
         k, v = (jax.lax.reduce_precision(x, 8, 7) for x in (k, v))
         return causal_attention(q, k, v, config(num_layers).layers[layer].sliding_window)
 
