@@ -107,16 +107,17 @@ def _run_mosaic(op: str, name: str, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{name}: runs on {chip}, not on {jax.default_backend()}")
     if platform == "gpu" and (capability := jax.devices()[0].compute_capability) != "9.0":
         raise NotImplementedError(f"{name}: runs on {chip}, not on a GPU of {capability=}")
+    module = importlib.import_module(f"pallas_kernels.{op}.{name}")  # only now: it needs parts of jax that other platforms may lack
     arrays = {key: value for key, value in kwargs.items() if isinstance(value, (jax.Array, np.ndarray))}
-    return _jitted(op, name, *((key, value) for key, value in kwargs.items() if key not in arrays))(*args, **arrays)
+    static = ((key, value) for key, value in kwargs.items() if key not in arrays)
+    return _jitted(getattr(module, op), *static)(*args, **arrays)
 
 
 @functools.cache
-def _jitted(op: str, name: str, *static: tuple[str, Any]) -> Callable[..., Any]:
-    """The function of a kernel's module with these arguments bound. Jitted: the many equal calls of a model are traced and lowered
-    once, which takes half a second."""
-    module = importlib.import_module(f"pallas_kernels.{op}.{name}")  # only now: it needs parts of jax that other platforms may lack
-    return jax.jit(functools.partial(getattr(module, op), **dict(static)))
+def _jitted(function: Callable[..., Any], *static: tuple[str, Any]) -> Callable[..., Any]:
+    """`function` with these arguments bound. Jitted: equal calls, as a model has many, are traced and lowered once; that takes half
+    a second."""
+    return jax.jit(functools.partial(function, **dict(static)))
 
 
 def _functions(op: str) -> dict[str, Callable[..., Any]]:

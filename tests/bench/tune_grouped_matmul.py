@@ -110,7 +110,10 @@ def main() -> None:
         if time.perf_counter() - start > args.limit_s:
             print(f"{len(work) - i} of {len(work)} left out after {args.limit_s:.0f} s")
             break
-        one()
+        try:
+            one()
+        except ValueError as error:  # a tuning that does not fit into shared memory
+            print(f"{one.args}: {str(error).splitlines()[0]}", flush=True)
 
 
 if __name__ == "__main__":

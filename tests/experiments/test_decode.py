@@ -31,6 +31,22 @@ def test_packed_experts(run):
     assert_refused(run(decode, *flags, "--expert_weights=4"), "expert_weights='4'")
 
 
+def test_random_weights_at_the_size_of_a_config(run):
+    flags = ("--weights=random", "--checkpoint=tests/golden/qwen3_moe/config.json", "--expert_weights=int4", "--dense_weights=int8",
+             "--max_batch=3", "--context=150", "--k_bits=3", "--v_bits=2", "--max_tokens=5", "--steps_per_segment=4")
+    done = run(decode, *flags)
+    assert done.code == 0, done.err
+    r = done.result
+    assert (r["weights"], r["kv_format"], r["batch"], r["context"], r["steps"]) == ("random", "k3v2", 3, 150, 5)
+    assert r["tpot_ms_p99"] >= r["tpot_ms_p50"] > 0 and r["waited_step_ms_p50"] > 0
+    assert 0 < r["read_weights_gb"] < r["weight_gb"]
+    assert_refused(run(decode, *flags, "--prompt=x"), "prompt=['x']")
+    assert_refused(run(decode, *flags, "--context=0"), "context=0")
+    assert_refused(run(decode, "--context=10"), "context=10")
+    assert_refused(run(decode, "--weights=random", "--checkpoint=nowhere.json"), "checkpoint=nowhere.json")
+    assert_refused(run(decode, "--weights=zeros"), "weights='zeros'")
+
+
 def test_one_repeat_times_no_compilation(checkpoint, run, monkeypatch):
     compiled = []
     generate = Engine.generate

@@ -40,7 +40,7 @@ def test_weight_bytes_are_those_of_the_parameters(config, dtype):
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda f: f.name)
 def test_cache_bytes_are_those_of_the_arrays(kv_format):
     config = CONFIGS[0]
-    spec = decode.DecodeSpec(None, config, (kv_format,) * config.num_layers)
+    spec = decode.DecodeSpec(None, None, config, (kv_format,) * config.num_layers)
     K, H = config.num_kv_heads, config.head_dim
     transform = KeyTransform(k_perm=jnp.zeros((K, H), jnp.int32))
     if kv_format.k_rotation == "calibrated":

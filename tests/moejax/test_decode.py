@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import moejax
 from moejax import decode, kv_schedule, page_table, sampling
 from moejax.sampling import SamplingParams
 from pallas_kernels.kv_format import KVFormat
@@ -187,6 +188,30 @@ def test_pieces_never_cross_a_page_and_have_few_lengths():
                 position += q_len
                 out += piece[:q_len].tolist()
             assert out == tokens
+
+
+def test_a_limit_runs_the_first_steps_of_the_same_program():
+    spec, params = split(tiny.BF16)
+    state, seen = prefill(tiny.BF16, fresh(tiny.BF16), PROMPT, chunk=PAGE)
+    request = decode.Request(sampling.row_of(SamplingParams()), jnp.int32(50), NO_STOP)
+    state, _ = decode.insert(state, np.int32(SLOT), jnp.asarray(seen[len(PROMPT)]), request, DECODABLE)
+    copy = jax.tree.map(jnp.copy, state)
+    _, every = decode.generate(spec, params, state, DECODABLE, num_steps=tiny.STEPS)
+    copy, first = decode.generate(spec, params, copy, DECODABLE, num_steps=tiny.STEPS, limit=2)
+    before = decode.compilations.total()
+    _, rest = decode.generate(spec, params, copy, DECODABLE, num_steps=tiny.STEPS, limit=tiny.STEPS - 2)
+    assert decode.compilations.total() == before
+    assert first[SLOT, 2:-1].tolist() == [decode.NO_TOKEN] * (tiny.STEPS - 2)
+    assert [*first[SLOT, :2].tolist(), *rest[SLOT, :tiny.STEPS - 2].tolist()] == every[SLOT, :-1].tolist()
+
+
+@pytest.mark.parametrize(("platform", "layout"), [("cpu", "linear"), ("gpu", "mma_sm90"), ("tpu", "tpu")])
+def test_pages_lie_as_the_kernels_of_the_platform_read_them(platform, layout, monkeypatch):
+    model, _ = moejax.load("tests/golden/qwen3_moe")  # heads of 32 channels
+    fmt = KVFormat(k_bits=3, v_bits=2)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert {f.layout for f in decode.split(model, fmt)[0].formats} == {layout}
+    assert {f.layout for f in decode.split(model, fmt, implementation="reference")[0].formats} == {"linear"}
 
 
 def test_heads_that_the_format_cannot_hold_are_refused():

@@ -38,7 +38,7 @@ class TestMosaicTpu(SameBitsCases):
 
 @pytest.mark.parametrize(("layout", "served_by"), [("tpu", "mosaic_tpu"), ("linear", "reference")])
 def test_a_tpu_runs_it_on_pages_that_it_reads(layout, served_by, monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "close_page", interpreted)
+    monkeypatch.setattr(mosaic_tpu, "close_page", interpreted.__wrapped__)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     fmt = KVFormat(k_bits=4, v_bits=3, layout=layout)
     k, v = make_page(fmt, lead=(), num_kv_heads=1)

@@ -60,7 +60,7 @@ class TestMosaicTpuWide(_Mosaic):
 
 @pytest.mark.parametrize(("pack", "served_by"), [(pack_tpu_weights, "mosaic_tpu"), (pack_weights, "ragged_dot")])
 def test_a_tpu_runs_it_on_weights_that_it_reads(pack, served_by, monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "grouped_matmul", interpreted)
+    monkeypatch.setattr(mosaic_tpu, "grouped_matmul", interpreted.__wrapped__)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     w = pack(quantize(jnp.ones((2, 64, 32)), bits=4))
     out = grouped_matmul(jnp.ones((4, 64), jnp.bfloat16), w, jnp.asarray([1, 2], jnp.int32))
