@@ -126,6 +126,8 @@ def grouped_matmul_points() -> list[aot.Lowers]:
     out += [HopperMatmulPoint(weights(4, k, n, 32), 64, 32, bias=True)
             for k, n in ((704, 2880), (2880, 704), (1408, 2048), (768, 2048), (2880, 2880), (32, 32), (96, 64))]
     out += [HopperMatmulPoint(weights(4, 2048, 1536, 128), rows, glu=True, bias=True) for rows in (1, 8, 9, 17, 64, 512)]
+    out += [HopperMatmulPoint(weights(bits, k, n, 128), rows, 1) for bits in (4, 8) for k, n in ((2048, 5120), (4096, 2048))
+            for rows in (1, 16)]  # warpgroups share items
     return out
 
 

@@ -194,35 +194,43 @@ class _AddProducts:
         self.token_byte = arith.addi(scaled(chunk, 2 * layout.chunk), scaled(i, 16))
 
     def run(self, sums) -> tuple[fa.FragmentedArray, ...]:
-        out = []
-        for t, total in enumerate(sums):
-            values = sm90.registers(total)
-            first = arith.addi(self.first_row, i32(TOKENS * t))
-            there = arith.andi(self.has_chunk, arith.cmpi(arith.CmpIPredicate.slt, first, self.end_row))
-            branch = scf.IfOp(there, [v.type for v in values], has_else=True)  # type: ignore[call-arg]
-            with ir.InsertionPoint(branch.then_block):
-                scf.yield_(self._tile(t, values))
-            with ir.InsertionPoint(branch.else_block):
-                scf.yield_(values)
-            out.append(sm90.array_of(list(branch.results), (WARPS, BLOCK, TOKENS), SUMS.to_mgpu(), 2))
-        return tuple(out)
+        tiles = self._present([sm90.registers(total) for total in sums])
+        return tuple(sm90.array_of(tile, (WARPS, BLOCK, TOKENS), SUMS.to_mgpu(), 2) for tile in tiles)
 
-    def _tile(self, t: int, sums: list[ir.Value]) -> list[ir.Value]:
-        """sums (four a tile of 16 columns) plus the chunk's product with the token tile t."""
+    def _present(self, sums: list[list[ir.Value]]) -> list[list[ir.Value]]:
+        """`sums` of the first tiles: all at once when there are tokens in the second half, else the first half alone."""
+        half = len(sums) // 2
+        first = arith.addi(self.first_row, i32(TOKENS * half))
+        there = arith.andi(self.has_chunk, arith.cmpi(arith.CmpIPredicate.slt, first, self.end_row))
+        flat = [v for tile in sums for v in tile]
+        branch = scf.IfOp(there, [v.type for v in flat], has_else=True)  # type: ignore[call-arg]
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([v for tile in self._tiles(sums) for v in tile])
+        with ir.InsertionPoint(branch.else_block):
+            rest = [*self._present(sums[:half]), *sums[half:]] if half else sums
+            scf.yield_([v for tile in rest for v in tile])
+        each = len(sums[0])
+        return [list(branch.results)[t * each:(t + 1) * each] for t in range(len(sums))]
+
+    def _tiles(self, sums: list[list[ir.Value]]) -> list[list[ir.Value]]:
+        """sums (four a column tile of 16) plus the chunk's products with each tile of tokens; codes are unpacked once."""
         layout = self.layout
-        tokens = self._tokens(t)
-        columns = [sums[:4], sums[4:]]
+        tokens = [self._tokens(t) for t in range(len(sums))]
+        columns = [[tile[:4], tile[4:]] for tile in sums]
         if layout.bits == 16:
             products = self._products(range(layout.units), tokens)
-            return [arith.addf(total, p) for product, totals in zip(products, columns) for p, total in zip(product, totals)]
+            return [[arith.addf(total, p) for both in zip(tile, totals) for p, total in zip(*both)]
+                    for tile, totals in zip(products, columns)]
         per_group = layout.units // layout.groups
         for group in range(layout.groups):
             units = range(group * per_group, (group + 1) * per_group)
             scales = self._numbers(layout.scale_word + group * layout.scale_words, layout.scale_dtype)
-            products = self._without_offset(group, self._products(units, tokens), [tokens[unit] for unit in units])
-            columns = [[sm90.fma(scale[c // 2], p, total) for c, (p, total) in enumerate(zip(product, totals))]
-                       for scale, product, totals in zip(scales, products, columns)]
-        return [*columns[0], *columns[1]]
+            products = self._products(units, tokens)
+            for t, product in enumerate(products):
+                product = self._without_offset(group, product, [tokens[t][unit] for unit in units])
+                columns[t] = [[sm90.fma(scale[c // 2], p, total) for c, (p, total) in enumerate(zip(*both))]
+                              for scale, *both in zip(scales, product, columns[t])]
+        return [[*tile[0], *tile[1]] for tile in columns]
 
     def _tokens(self, t: int) -> list[list[ir.Value]]:
         """The lane's eight channels of each unit, of token `group` of the tile: four pairs."""
@@ -231,15 +239,16 @@ class _AddProducts:
         address = sm90.global_address(self.x_ref, arith.addi(scaled(row, 2 * self.layout.k), self.token_byte))
         return [sm90.load_words(address, 2 * UNIT * unit, 4) for unit in range(self.layout.units)]
 
-    def _products(self, units: range, tokens: list[list[ir.Value]]) -> list[list[ir.Value]]:
-        """For both column tiles, the sum over `units` of codes as they come out of `_operands` times tokens."""
+    def _products(self, units: range, tokens: list[list[list[ir.Value]]]) -> list[list[list[ir.Value]]]:
+        """For each tile of tokens and both column tiles, the sum over `units` of codes (as of `_operands`) times tokens."""
         # Two sums each, added at the end: one instruction after the other waits for its accumulator, four at a time do not.
-        halves = [[[f32(0.0)] * 4 for r in range(2)] for j in range(2)]
+        halves = [[[[f32(0.0)] * 4 for r in range(2)] for j in range(2)] for _ in tokens]
         for unit in units:
             operands = self._operands(unit)
-            for j, b in enumerate(_halves(tokens[unit])):
-                halves[j] = [sm90.mma(x, [operands[4 * a + 2 * r + j] for a in range(4)], b) for r, x in enumerate(halves[j])]
-        return [_add(*both) for both in zip(*halves)]
+            for tile, sums in zip(tokens, halves):
+                for j, b in enumerate(_halves(tile[unit])):
+                    sums[j] = [sm90.mma(x, [operands[4 * a + 2 * r + j] for a in range(4)], b) for r, x in enumerate(sums[j])]
+        return [[_add(*both) for both in zip(*sums)] for sums in halves]
 
     def _without_offset(self, group: int, products, tokens: list[list[ir.Value]]) -> list[list[ir.Value]]:
         """`products` of a scale group minus the sum of its tokens times offset and zero point."""

@@ -7,10 +7,11 @@ contraction. A warpgroup works through a run of neighbouring items:
                                  products on tensor cores from the codes                           (`fragments.add_products`)
     sum of the warps -> bias, activation -> output
 
-Copies run ahead over the ends of items: all of a warpgroup's steps are one sequence. The first ones start before the kernel before
-this one has ended (`sm90.after_previous_kernel`). Tokens are few and read by everyone: they come
-from the caches straight into registers. An expert's weights are read once for each tile of its rows, and not at all without rows.
-What a row gives depends on nothing but the row and its expert, bit for bit.
+Where there are fewer items than SMs, all warpgroups of a block share each item (`Tuning.shared`). Copies run ahead over the
+ends of items: all of a warpgroup's steps are one sequence. The first ones start before the kernel before this one has ended
+(`sm90.after_previous_kernel`). Tokens are few and read by everyone: they come from the caches straight into registers. An expert's
+weights are read once for each tile of its rows, and not at all without rows. What a row gives depends on nothing but the row and
+its expert, bit for bit.
 """
 from __future__ import annotations
 
@@ -35,27 +36,32 @@ from pallas_kernels.sm90 import WARPS
 
 SMEM_BYTES = 227 * 1024
 MAX_BARRIERS = 32
+MOST_TILES = 2  # of tokens, unless a tuning says otherwise: more do not fit into registers beside four warpgroups
+SHARED_BELOW = 132  # items of all experts together: one an SM; above, items of their own measured better (qkv: 9.2 us against 9.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How the work is laid out; results are the same bits for any.
+    """How the work is laid out; results are the same bits unless `shared`, and then for equal `warpgroups`.
 
     Attributes:
       token_tiles: tiles of eight rows that one reading of the weights serves.
-      warpgroups: of a block, each with work of its own.
+      warpgroups: of a block.
       stages: steps that are on their way or being worked on.
       blocks: of the grid.
+      shared: the warpgroups of a block work on the same item, each on chunks of its own; else each has items of its own.
     """
 
     token_tiles: int
     warpgroups: int
     stages: int
     blocks: int = 132
+    shared: bool = False
 
     @property
     def workers(self) -> int:
-        return self.blocks * self.warpgroups
+        """That have items of their own."""
+        return self.blocks if self.shared else self.blocks * self.warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +79,25 @@ class _Call:
 
     @property
     def split(self) -> int:
-        """Warps that share a block of columns: four, or two if fewer then wait for the others at the end of an item."""
+        """Warps of a warpgroup that share a block of columns: four, or two if fewer then wait for others at the end of an item."""
         chunks = self.layout.chunks
-        return 2 if self.layout.blocks % 2 == 0 and cdiv(chunks, 2) * 2 < cdiv(chunks, WARPS) * WARPS else WARPS
+        fewer_wait = self.layout.blocks % 2 == 0 and cdiv(chunks, 2) * 2 < cdiv(chunks, WARPS) * WARPS
+        return 2 if fewer_wait and not self.tuning.shared else WARPS
+
+    @property
+    def step_chunks(self) -> int:
+        """Chunks of a block of columns that a step works on."""
+        return self.split * self.sharers
+
+    @property
+    def sharers(self) -> int:
+        """Warpgroups that share an item."""
+        return self.tuning.warpgroups if self.tuning.shared else 1
+
+    @property
+    def kept_sums(self) -> int:
+        """Tiles of sums that a warpgroup has in shared memory at once."""
+        return self.tuning.token_tiles if self.tuning.shared else 1
 
     @property
     def item_blocks(self) -> int:
@@ -90,7 +112,7 @@ class _Call:
     @property
     def steps(self) -> int:
         """Steps an item."""
-        return cdiv(self.layout.chunks, self.split)
+        return cdiv(self.layout.chunks, self.step_chunks)
 
     @property
     def columns(self) -> int:
@@ -112,7 +134,7 @@ def grouped_matmul(
       NotImplementedError: what this kernel does not serve, by name.
     """
     refuse_others("mosaic_gpu", PackedWeights, x, w, preferred_element_type)
-    tuning = tuning or default_tuning(w.layout, x.shape[0])
+    tuning = tuning or default_tuning(w.layout, x.shape[0], w.shape[0])
     call = _Call(w.layout, tuning, glu, use_twins=interpret is not None)
     width = w.layout.n if glu is None else w.layout.n // 2
     biases = [] if bias is None else [bias.astype(jnp.float32)]
@@ -123,9 +145,10 @@ def grouped_matmul(
         grid=(tuning.blocks,), grid_names=("block",), num_threads=tuning.warpgroups, thread_name="warpgroup",
         scratch_types={
             "ring": plgpu.SMEM((tuning.warpgroups, tuning.stages, WARPS, w.layout.words), jnp.uint32),
-            "sums_smem": plgpu.SMEM((tuning.warpgroups, WARPS, BLOCK, TOKENS), jnp.float32),
+            "sums_smem": plgpu.SMEM((tuning.warpgroups, call.kept_sums, WARPS, BLOCK, TOKENS), jnp.float32),
             # One a stage of each warpgroup; each warp copies its own chunk.
             "barriers": plgpu.Barrier(num_arrivals=WARPS, num_barriers=tuning.warpgroups * tuning.stages),
+            "all_here": plgpu.Barrier(num_arrivals=tuning.warpgroups),
         },
         # Barriers of the warpgroup are where this file says `warpgroup_done`, and nowhere else.
         compiler_params=plgpu.CompilerParams(
@@ -133,23 +156,27 @@ def grouped_matmul(
         kernel_name=name, interpret=interpret)(x, words, group_sizes, *biases)
 
 
-def default_tuning(layout: WeightLayout, rows: int) -> Tuning:
-    """Four steps ahead, or as many as fit into shared memory: what is left of it caches tokens."""
-    token_tiles = min(2, 1 << (cdiv(rows, TOKENS) - 1).bit_length())
+def default_tuning(layout: WeightLayout, rows: int, num_experts: int) -> Tuning:
+    """Four steps ahead, or as many as fit into shared memory: what is left of it caches tokens.
+
+    Whether items are shared depends on the weights alone: what a row gives must not depend on how many rows there are.
+    """
+    token_tiles = min(MOST_TILES, 1 << (cdiv(rows, TOKENS) - 1).bit_length())
+    shared = num_experts * layout.blocks <= SHARED_BELOW
     for warpgroups in (4, 3, 2, 1):
-        room = (SMEM_BYTES - 1024) // warpgroups - WARPS * BLOCK * TOKENS * 4
-        stages = min(room // (WARPS * layout.words * 4 + 8), MAX_BARRIERS // warpgroups, 4)
-        if stages >= 3:
-            return Tuning(token_tiles, warpgroups, stages)
+        room = (SMEM_BYTES - 1024) // warpgroups - WARPS * BLOCK * TOKENS * 4 * (MOST_TILES if shared else 1)
+        stages = min(room // (WARPS * layout.words * 4 + 8), (MAX_BARRIERS - 1) // warpgroups, 4)
+        if stages >= (2 if shared else 3):  # shared items are few: a worker has few steps
+            return Tuning(token_tiles, warpgroups, stages, shared=shared)
     raise NotImplementedError(f"mosaic_gpu: chunks of {layout} do not fit into shared memory")
 
 
-def _kernel_body(call: _Call, x_ref, words_ref, sizes_ref, *refs, ring, sums_smem, barriers):
+def _kernel_body(call: _Call, x_ref, words_ref, sizes_ref, *refs, ring, sums_smem, barriers, all_here):
     *bias_refs, out_ref = refs
-    group = lax.axis_index("warpgroup")
+    group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     worker = _Worker(
-        call, x_ref, words_ref, sizes_ref, bias_refs, out_ref, ring.at[group], sums_smem.at[group], barriers,
-        first_barrier=group * call.tuning.stages, number=lax.axis_index("block") * call.tuning.warpgroups + group)
+        call, x_ref, words_ref, sizes_ref, bias_refs, out_ref, ring.at[group], sums_smem, barriers, all_here,
+        group=group, number=block if call.tuning.shared else block * call.tuning.warpgroups + group)
     worker.run()
 
 
@@ -178,7 +205,8 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """A warpgroup: its refs, and its number of all warpgroups. Each has a run of neighbouring items: most are of one expert."""
+    """A warpgroup: its refs, its number in its block, and its number as a worker. A worker, one warpgroup or all of a block, has a
+    run of neighbouring items: most are of one expert."""
 
     call: _Call
     x: Any
@@ -189,8 +217,19 @@ class _Worker:
     ring: Any
     sums_smem: Any
     barriers: Any
-    first_barrier: Any
+    all_here: Any
+    group: Any
     number: Any
+
+    @property
+    def first_barrier(self):
+        """Of the warpgroup's stages."""
+        return self.group * self.call.tuning.stages
+
+    @property
+    def first_chunk(self):
+        """The first of a step's chunks that this warpgroup works on."""
+        return self.group * self.call.split if self.call.tuning.shared else jnp.int32(0)
 
     def run(self) -> None:
         call = self.call
@@ -232,16 +271,16 @@ class _Worker:
             @pl.when(place.number < items)
             def _():
                 block = place.item.part * self.call.item_blocks + lax.div(warp, split)
-                chunk = jnp.minimum(place.first_chunk + lax.rem(warp, split), layout.chunks - 1)
+                chunk = jnp.minimum(place.first_chunk + self.first_chunk + lax.rem(warp, split), layout.chunks - 1)
                 plgpu.copy_gmem_to_smem(
                     self.words.at[place.item.expert * layout.blocks + block, pl.ds(chunk, 1)], self.ring.at[stage, pl.ds(warp, 1)],
                     self.barriers.at[self.first_barrier + stage], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
         copy()
         return lax.cond(
-            place.first_chunk + split >= layout.chunks,
+            place.first_chunk + self.call.step_chunks >= layout.chunks,
             lambda: _Place(self._after(place.item), place.number + 1, jnp.int32(0)),
-            lambda: dataclasses.replace(place, first_chunk=place.first_chunk + split))
+            lambda: dataclasses.replace(place, first_chunk=place.first_chunk + self.call.step_chunks))
 
     def _run_item(self, items, item: _Item, place: _Place, stage):
         call = self.call
@@ -250,45 +289,67 @@ class _Worker:
             place, stage, sums = state
             plgpu.barrier_wait(self.barriers.at[self.first_barrier + stage])
             sums = fragments.add_products(
-                call.layout, call.split, self.ring.at[stage], self.x, item.first_row, item.end_row, i * call.split, sums,
-                use_twins=call.use_twins)
+                call.layout, call.split, self.ring.at[stage], self.x, item.first_row, item.end_row,
+                i * call.step_chunks + self.first_chunk, sums, use_twins=call.use_twins)
             sm90.warp_done(use_twins=call.use_twins)  # the chunk that one warp reads is copied by that warp
             place = self._copy(items, stage, place)
             return place, jnp.where(stage + 1 == call.tuning.stages, 0, stage + 1), sums
 
         empty = plgpu.layout_cast(jnp.zeros((WARPS, BLOCK, TOKENS), jnp.float32), SUMS)
         place, stage, all_sums = lax.fori_loop(0, call.steps, add_step, (place, stage, (empty,) * call.tuning.token_tiles))
+        (self._write_together if call.tuning.shared else self._write_alone)(item, all_sums)
+        return self._after(item), place, stage
+
+    def _write_alone(self, item: _Item, all_sums) -> None:
+        """Writes a tile of eight rows after the other from the sums of this warpgroup."""
+        call = self.call
         for t, sums in enumerate(all_sums):
             @pl.when(item.first_row + TOKENS * t < item.end_row)
             def _(t=t, sums=sums):
-                self._write(item, item.first_row + TOKENS * t, sums)
+                self.sums_smem[self.group, 0] = sums
+                sm90.warpgroup_done(use_twins=call.use_twins)
+                for i in range(call.item_blocks):
+                    parts = [self.sums_smem.at[self.group, 0, w] for w in range(i * call.split, (i + 1) * call.split)]
+                    self._write(item, item.part * call.item_blocks + i, t, parts)
+                sm90.warpgroup_done(use_twins=call.use_twins)
 
-        return self._after(item), place, stage
-
-    def _write(self, item: _Item, first_row, sums) -> None:
-        """Sums the warps that share a block and writes eight rows."""
+    def _write_together(self, item: _Item, all_sums) -> None:
+        """Writes the tiles of eight rows, in turn a warpgroup, from the sums of all warpgroups of the block."""
         call = self.call
-        self.sums_smem[...] = sums
-        sm90.warpgroup_done(use_twins=call.use_twins)
-        for i in range(call.item_blocks):
-            block = item.part * call.item_blocks + i
-            parts = [self._sum(range(i * call.split, (i + 1) * call.split), first, item.expert, block * BLOCK + first)
-                     for first in range(0, BLOCK, call.columns)]
-            values = parts[0] if call.glu is None else call.glu(*parts)
-            fragments.store_rows(
-                self.out, values.astype(self.out.dtype), first_row, item.end_row, block * call.columns, use_twins=call.use_twins)
-        sm90.warpgroup_done(use_twins=call.use_twins)
+        for t, sums in enumerate(all_sums):
+            self.sums_smem[self.group, t] = sums
+        self._block_done()
+        for t in range(len(all_sums)):
+            @pl.when((self.group == t % call.sharers) & (item.first_row + TOKENS * t < item.end_row))
+            def _(t=t):
+                self._write(item, item.part, t, [self.sums_smem.at[g, t, w] for g in range(call.sharers) for w in range(WARPS)])
+        self._block_done()
 
-    def _sum(self, warps: range, first: int, expert, column) -> jax.Array:
-        """[columns, 8] of a block from its column `first` on, over `warps`, with the bias from `column` on."""
+    def _block_done(self) -> None:
+        """Waits until all warpgroups of the block are here, and sees what they have stored."""
+        sm90.warpgroup_done(use_twins=self.call.use_twins)
+        plgpu.barrier_arrive(self.all_here)
+        plgpu.barrier_wait(self.all_here)
+
+    def _write(self, item: _Item, block, tile: int, parts: list) -> None:
+        """Writes eight rows of a block of columns from `parts`, which are refs of [32, 8] float32 SMEM that it is the sum of."""
+        call = self.call
+        sums = [self._sum(parts, first, item.expert, block * BLOCK + first) for first in range(0, BLOCK, call.columns)]
+        values = sums[0] if call.glu is None else call.glu(*sums)
+        fragments.store_rows(
+            self.out, values.astype(self.out.dtype), item.first_row + TOKENS * tile, item.end_row, block * call.columns,
+            use_twins=call.use_twins)
+
+    def _sum(self, parts: list, first: int, expert, column) -> jax.Array:
+        """[columns, 8] of a block from its column `first` on, with the bias from `column` on."""
         columns = self.call.columns
         layout = fragments.output_layout(columns)
-        part = functools.reduce(jnp.add, [
-            plgpu.load(self.sums_smem.at[w, pl.ds(first, columns)], layout=layout, optimized=False) for w in warps])
+        total = functools.reduce(jnp.add, [
+            plgpu.load(part.at[pl.ds(first, columns)], layout=layout, optimized=False) for part in parts])
         if not self.biases:
-            return part
+            return total
         bias = plgpu.load(self.biases[0].at[expert, pl.ds(column, columns)], layout=layout.reduce(1), optimized=False)
-        return part + plgpu.layout_cast(lax.broadcast_in_dim(bias, part.shape, [0]), layout)
+        return total + plgpu.layout_cast(lax.broadcast_in_dim(bias, total.shape, [0]), layout)
 
     def _clear(self, first_row) -> None:
         """Writes zeros to the rows that no expert has."""
@@ -298,7 +359,10 @@ class _Worker:
 
         tiles = lax.div(rows - first_row + (TOKENS - 1), TOKENS)
 
-        @pl.loop(self.number, tiles * call.layout.blocks, step=call.tuning.workers)
+        # The warpgroups of a block that share items would all write the same zeros.
+        first = self.number if not call.tuning.shared else jnp.where(self.group == 0, self.number, tiles * call.layout.blocks)
+
+        @pl.loop(first, tiles * call.layout.blocks, step=call.tuning.workers)
         def clear(index):
             tile, block = lax.div(index, call.layout.blocks), lax.rem(index, call.layout.blocks)
             fragments.store_rows(

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--spec", nargs="*", default=[])
     parser.add_argument("--layer", nargs="*", type=int, default=[], help="batch sizes")
     parser.add_argument("--bits", nargs="*", type=int, default=[4], help="of --layer: 4, 8")
-    parser.add_argument("--tunings", nargs="*", default=["default"], help="token_tiles,warpgroups,stages[,blocks], or default")
+    parser.add_argument("--tunings", nargs="*", default=["default"], help="tiles,warpgroups,stages[,blocks[,shared]]")
     parser.add_argument("--turns", type=int, default=16, help="draws of experts")
     parser.add_argument("--calls", type=int, default=8, help="calls an iteration of the timed loop")
     parser.add_argument("--repeats", type=int, default=5)

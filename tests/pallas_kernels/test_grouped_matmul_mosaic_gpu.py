@@ -44,12 +44,20 @@ class TestMosaicGpu(_Mosaic):
         """A copy from past the end gives zeros in the interpreter. On a GPU it need not: what stands there may be anything."""
         monkeypatch.setattr(gpu_callbacks.AsyncCopyGmemToSmemTask, "out_of_bounds_source_fill", None)
 
-    @pytest.mark.parametrize("tuning", [Tuning(1, 1, 1, 1), Tuning(4, 1, 3, 1), Tuning(1, 2, 2, 3)], ids=str)
-    def test_results_do_not_depend_on_the_tuning(self, tuning):
-        problem = Packed(sizes=(3, 0, 13, 1), rows=18)
-        want = self.check(problem)
-        self.tuning = tuning
-        np.testing.assert_array_equal(self.check(problem), want)
+    @pytest.mark.parametrize("tunings", [
+        (SMALL, Tuning(1, 1, 1, 1)), (SMALL, Tuning(4, 1, 3, 1)), (SMALL, Tuning(1, 2, 2, 3)),
+        (dataclasses.replace(SMALL, shared=True), Tuning(1, 2, 1, 3, shared=True))], ids=str)
+    def test_results_do_not_depend_on_the_tuning(self, tunings):
+        results = []
+        for self.tuning in tunings:
+            results.append(self.check(Packed(sizes=(3, 0, 13, 1), rows=18)))
+        np.testing.assert_array_equal(*results)
+
+    @pytest.mark.parametrize("k", [384, 1408])  # 3 and 11 chunks of 128 for 8 warps: some have none, others more than one
+    def test_warpgroups_that_share_items(self, k):
+        self.tuning = Tuning(2, 2, 2, 2, shared=True)
+        self.check(Packed(k=k, sizes=(3, 0, 13, 1), rows=20), bias=True, glu=swiglu)
+        self.check(Packed(k=k, bits=8, group_size=128, sizes=(9,), rows=9))
 
 
 @gpu
@@ -123,7 +131,16 @@ def _wrong(change, x, problem, sizes, *, bias, glu, preferred_element_type):
 def test_shared_memory_holds_what_the_default_asks_for(bits, group_size):
     for k in (32, 704, 2048):
         layout = WeightLayout(k=k, n=64, bits=bits, group_size=k if k % group_size else group_size)
-        tuning = mosaic_gpu.default_tuning(layout, 64)
-        sums = 4 * 32 * 8 * 4
-        assert tuning.warpgroups * (tuning.stages * (4 * layout.words * 4 + 8) + sums) <= mosaic_gpu.SMEM_BYTES
-        assert tuning.warpgroups * tuning.stages <= 32 and tuning.stages >= 3
+        for num_experts in (1, 1000):
+            tuning = mosaic_gpu.default_tuning(layout, 64, num_experts)
+            assert tuning.shared == (num_experts == 1)
+            sums = 4 * 32 * 8 * 4 * (tuning.token_tiles if tuning.shared else 1)
+            assert tuning.warpgroups * (tuning.stages * (4 * layout.words * 4 + 8) + sums) + 8 <= mosaic_gpu.SMEM_BYTES
+            assert tuning.warpgroups * tuning.stages + 1 <= 32 and tuning.stages >= 2
+
+
+def test_sharing_does_not_depend_on_the_rows():
+    """Which would change the order of sums, and with it the bits of a row alone and in a batch."""
+    layout = WeightLayout(k=4096, n=2048, bits=8, group_size=128)
+    few, many = (mosaic_gpu.default_tuning(layout, rows, 1) for rows in (1, 64))
+    assert few.shared and few == dataclasses.replace(many, token_tiles=1)
