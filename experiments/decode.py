@@ -44,6 +44,8 @@ def decode(
     calibration_file: str = "data/heldout_python_docs.txt",
     repeats: int = 1,
     context: int | None = None,
+    routing: str = "router",
+    routing_steps: int = 16,
     profile_steps: int = 0,
 ) -> cli.Work:
     """Continues prompts with the continuous-batching engine and reports times, bytes and compilations.
@@ -54,7 +56,9 @@ def decode(
 
     With weights="random" nothing is read but the config: the model is made on the device at its full size, every one of max_batch
     slots holds `context` tokens of random keys and values, and max_tokens decode steps are timed: in segments of steps_per_segment
-    steps on the device (tpot_ms), and one by one, waiting for each token (waited_step_ms). Routing is then nearly uniform.
+    steps on the device (tpot_ms), and one by one, waiting for each token (waited_step_ms). A random router chooses nearly evenly;
+    `routing` has it choose as real ones do. experts_hit is the number of different experts that a step was seen to wake: the mean
+    over the layers and over routing_steps steps after the timed ones.
 
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer; a config.json with weights="random".
@@ -74,6 +78,9 @@ def decode(
       calibration_file: text on which promoted key channels and calibrated rotations are measured, read when the format has them.
       repeats: run everything so many times.
       context: tokens in the cache of each slot, with weights="random" only.
+      routing: with weights="random": "router" leaves it to the random router, "zipf:S" gives each layer's router biases with which
+        the experts' frequencies fall as rank**-S, "recorded:FILE" such that they are those of a file of `experiments.routing`.
+      routing_steps: steps in which the experts that are hit are counted, with weights="random" only.
       profile_steps: steps whose kernels are timed one by one at the end, with weights="random" only; 0 for none.
     """
     if weights == "random":
@@ -85,9 +92,9 @@ def decode(
         return random_decode.prepare(
             config, formats_of(config, kv_format, preset, kv_schedule), expert_weights=expert_weights, dense_weights=dense_weights,
             batch=max_batch, context=2048 if context is None else context, steps=sampling.max_tokens,
-            steps_per_segment=steps_per_segment, profile_steps=profile_steps)
-    if context is not None or profile_steps:
-        raise ValueError(f"{context=}, {profile_steps=}: only with weights='random'")
+            steps_per_segment=steps_per_segment, profile_steps=profile_steps, routing=routing, routing_steps=routing_steps)
+    if context is not None or profile_steps or routing != "router":
+        raise ValueError(f"{context=}, {profile_steps=}, {routing=}: only with weights='random'")
     for name, value in (("num_samples", num_samples), ("repeats", repeats), ("prompt_tokens", prompt_tokens)):
         if value is not None:
             require_int(name, value)

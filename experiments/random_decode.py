@@ -6,6 +6,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax import nnx
 from experiments import inputs, profiles
 from moejax import accounting, decode
 from moejax import kv_schedule as schedules
+from moejax import routing as routings
 from moejax.config import ModelConfig, MoE, require_int
 from moejax.experts import Experts
 from moejax.hf_config import from_hf
@@ -35,7 +37,7 @@ def read_config(checkpoint: str) -> ModelConfig:
 
 def prepare(
     config: ModelConfig, formats: Sequence[KVFormat], *, expert_weights: str, dense_weights: str, batch: int, context: int,
-    steps: int, steps_per_segment: int, profile_steps: int,
+    steps: int, steps_per_segment: int, profile_steps: int, routing: str = "router", routing_steps: int = 16,
 ) -> Callable[[], dict]:
     """Checks the sizes; the callable makes the model, fills the cache, and measures.
 
@@ -44,19 +46,25 @@ def prepare(
         do not all fill in the same step.
       steps: decode steps to time; once in segments of `steps_per_segment` on the device, once waiting for each step.
       profile_steps: decode steps of a profile afterwards; 0 for none.
+      routing: how experts are chosen (`moejax.routing.named`).
+      routing_steps: decode steps after the timed ones in which the experts that are hit are counted.
     """
-    sizes = {"max_batch": batch, "context": context, "max_tokens": steps, "steps_per_segment": steps_per_segment}
+    sizes = {"max_batch": batch, "context": context, "max_tokens": steps, "steps_per_segment": steps_per_segment,
+             "routing_steps": routing_steps}
     for name, value in sizes.items():
         require_int(name, value)
     require_int("profile_steps", profile_steps, least=0)
     page_size = formats[0].page_size
     segments = -(-steps // steps_per_segment)
     lens = [context + b * page_size // batch for b in range(batch)]
-    max_len = lens[-1] + (segments + 2) * steps_per_segment + steps + 2 + profile_steps
+    max_len = lens[-1] + (segments + 2) * steps_per_segment + steps + 2 + routing_steps + profile_steps
+    frequencies = read_routing(routing, config)
 
     def work() -> dict:
         started = time.perf_counter()
         model = random_model(config, expert_weights=expert_weights, dense_weights=dense_weights)
+        if frequencies is not None:
+            routings.skew(model, frequencies)
         spec, params = decode.split(model, formats)
         state = jax.block_until_ready(filled_state(spec, lens, max_len=max_len))
         made_s = time.perf_counter() - started
@@ -67,8 +75,9 @@ def prepare(
         print(f"compiled in {compile_s:.1f} s", file=sys.stderr, flush=True)
         state, segment_ms = loop.times(state, segments, steps_per_segment)
         state, step_ms = loop.times(state, steps, 1)
+        state, observed = routings.observe(spec, params, state, decodable, routing_steps)
         out = {
-            "weights": "random", "routing": "by a random router: nearly uniform over experts",
+            "weights": "random", **_routing(routing, frequencies, observed, config, batch),
             "expert_weights": expert_weights, "dense_weights": dense_weights, "kv_format": schedules.name(formats),
             "effective_bits": schedules.effective_bits(formats, config.head_dim), "kv_layout": spec.formats[0].layout,
             "batch": batch, "context": context, "steps": steps, "steps_per_segment": steps_per_segment,
@@ -76,7 +85,7 @@ def prepare(
             **{f"waited_step_ms_p{q}": float(np.percentile(step_ms, q)) for q in (50, 99)},
             "tok_per_s": batch * 1e3 / float(np.mean(segment_ms)),
             "made_s": made_s, "compile_s": compile_s,
-            **_bytes(config, model, spec.formats, batch, context), **_peak(),
+            **_bytes(config, model, observed, spec.formats, batch, context), **_peak(),
             **{f"{op}_implementation": dispatch.last_implementation(op)
                for op in ("paged_attention", "grouped_matmul", "fused_router", "close_page")},
             "device": jax.devices()[0].device_kind,
@@ -124,14 +133,40 @@ class _Loop:
         return state, {name: us / steps for name, us in kernels.items()}
 
 
-def _bytes(config: ModelConfig, model: Transformer, formats: Sequence[KVFormat], batch: int, context: int) -> dict[str, float]:
-    """What is held, and what a step must read at least: the cache, dense weights, and the experts expected to be hit."""
+def read_routing(routing: str, config: ModelConfig) -> routings.Frequencies | None:
+    """`moejax.routing.named`, with the file looked up as every other is."""
+    kind, _, path = routing.partition(":")
+    if kind != "recorded" or not path:
+        return routings.named(routing, config)
+    with inputs.naming("routing=recorded", path):
+        return routings.load(inputs.locate(path), config)
+
+
+def _routing(
+    routing: str, frequencies: routings.Frequencies | None, observed: routings.Observed, config: ModelConfig, batch: int,
+) -> dict[str, Any]:
+    """What was asked for and what was seen: different experts that a step hits, mean of the layers with experts."""
+    def mean(rows: Sequence[np.ndarray | None]) -> float | None:
+        hits = [routings.expected_hits(f, batch) for f in rows if f is not None]
+        return float(np.mean(hits)) if hits else None
+
+    equal = [routings.uniform(layer.mlp) if isinstance(layer.mlp, MoE) else None for layer in config.layers]
+    how = "by a random router" if frequencies is None else f"by a random router with biases for {routing}"
+    return {
+        "routing": how, "routing_steps": observed.steps, "experts_hit": observed.mean_hits,
+        "experts_hit_asked_for": None if frequencies is None else mean(frequencies), "experts_hit_if_uniform": mean(equal),
+    }
+
+
+def _bytes(
+    config: ModelConfig, model: Transformer, observed: routings.Observed, formats: Sequence[KVFormat], batch: int, context: int,
+) -> dict[str, float]:
+    """What is held, and what a step must read at least: the cache, dense weights, and as many experts as were seen to be hit."""
     held = _nbytes(model)
     unread = 0.0 if config.tie_word_embeddings and not model.head_packed else _nbytes(model.embedding_VD)
-    for block, layer in zip(model.blocks, config.layers):
-        if isinstance(layer.mlp, MoE) and isinstance(block.mlp, Experts):
-            missed = (1 - layer.mlp.rule.num_experts_per_tok / layer.mlp.num_experts) ** batch
-            unread += missed * sum(map(_nbytes, block.mlp.matrices()))
+    for block, layer, hits in zip(model.blocks, config.layers, observed.hits):
+        if isinstance(layer.mlp, MoE) and isinstance(block.mlp, Experts) and hits is not None:
+            unread += (1 - hits / layer.mlp.num_experts) * sum(map(_nbytes, block.mlp.matrices()))
     kv = accounting.decode_step_bytes(config, formats, batch=batch, kv_len=context, param_dtype=jnp.bfloat16)["kv"]
     return {"weight_gb": held / GB, "read_weights_gb": (held - unread) / GB, "read_kv_gb": kv / GB}
 

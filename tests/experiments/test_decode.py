@@ -2,6 +2,7 @@
 import pytest
 
 from experiments.decode import decode
+from experiments.routing import routing
 from moejax.engine import Engine
 from tests.experiments.conftest import assert_refused
 
@@ -40,11 +41,39 @@ def test_random_weights_at_the_size_of_a_config(run):
     assert (r["weights"], r["kv_format"], r["batch"], r["context"], r["steps"]) == ("random", "k3v2", 3, 150, 5)
     assert r["tpot_ms_p99"] >= r["tpot_ms_p50"] > 0 and r["waited_step_ms_p50"] > 0
     assert 0 < r["read_weights_gb"] < r["weight_gb"]
+    assert r["routing"] == "by a random router" and r["experts_hit_asked_for"] is None
+    assert 4 < r["experts_hit"] <= 8 and r["experts_hit_if_uniform"] == pytest.approx(8 * (1 - 0.5**3))
     assert_refused(run(decode, *flags, "--prompt=x"), "prompt=['x']")
     assert_refused(run(decode, *flags, "--context=0"), "context=0")
     assert_refused(run(decode, "--context=10"), "context=10")
     assert_refused(run(decode, "--weights=random", "--checkpoint=nowhere.json"), "checkpoint=nowhere.json")
     assert_refused(run(decode, "--weights=zeros"), "weights='zeros'")
+
+
+def test_skewed_routing_of_random_weights(run):
+    flags = ("--weights=random", "--checkpoint=tests/golden/qwen3_moe/config.json", "--max_batch=4", "--context=100",
+             "--max_tokens=2", "--steps_per_segment=2")
+    skewed = run(decode, *flags, "--routing=zipf:8").result  # three of eight experts always, one mostly
+    assert skewed["routing"] == "by a random router with biases for zipf:8"
+    assert skewed["experts_hit"] == pytest.approx(skewed["experts_hit_asked_for"], rel=0.1) and skewed["experts_hit"] < 5.5
+    plain = run(decode, *flags).result
+    experts = 3 * 3 * 64 * 32 * 2 / 1e9  # of all layers, one of each, gate, up and down, bfloat16
+    for r in (skewed, plain):
+        assert r["weight_gb"] - r["read_weights_gb"] == pytest.approx((8 - r["experts_hit"]) * experts + 320 * 64 * 2 / 1e9)
+    assert_refused(run(decode, *flags, "--routing=zipf"), "routing='zipf'", "zipf:EXPONENT")
+    assert_refused(run(decode, *flags, "--routing=zipf:-1"), "routing='zipf:-1'", "0 to 8")
+    assert_refused(run(decode, *flags, "--routing=recorded:/nowhere"), "/nowhere")
+    assert_refused(run(decode, "--routing=zipf:1"), "routing='zipf:1'", "random")
+
+
+def test_recorded_routing_of_random_weights(run, tmp_path):
+    file = tmp_path / "recorded.json"
+    assert run(routing, "--context=32", "--windows=2", "--batch=8", f"--routing_file={file}").code == 0
+    flags = ("--weights=random", "--max_batch=4", "--context=100", "--max_tokens=2", "--steps_per_segment=2",
+             f"--routing=recorded:{file}")
+    r = run(decode, *flags).result
+    assert r["experts_hit"] == pytest.approx(r["experts_hit_asked_for"], rel=0.15)
+    assert_refused(run(decode, *flags, "--checkpoint=tests/golden/qwen3_moe"), f"routing=recorded={file}", "layers")
 
 
 def test_one_repeat_times_no_compilation(checkpoint, run, monkeypatch):
