@@ -52,7 +52,8 @@ def decode(
 
     Prints every completion. Before anything is timed two tokens of each completion are generated, which compiles everything:
     ttft_cold_ms is the first token's time then, compilation (or reading the persistent cache) included. ttft_ms and tpot_ms, of
-    decode steps, are those of the last repeat.
+    decode steps, are those of the last repeat. load_peak_device_gb is the most memory in use while the model was loaded or made,
+    peak_device_gb the most until the end, of this process (on a CPU load_peak_process_gb and peak_process_gb: resident memory).
 
     With weights="random" nothing is read but the config: the model is made on the device at its full size, every one of max_batch
     slots holds `context` tokens of random keys and values, and max_tokens decode steps are timed: in segments of steps_per_segment
@@ -102,6 +103,8 @@ def decode(
     started = time.perf_counter()
     compilation_cache.enable()
     model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights, dense_weights)
+    jax.block_until_ready(nnx.state(model))
+    load_peak = random_decode.peak("load_peak")
     vocab_size = model.config.vocab_size
     prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for name, part in texts.items() for text in part]
     formats = formats_of(model.config, kv_format, preset, kv_schedule)
@@ -139,6 +142,7 @@ def decode(
             "decode_steps": len(steps), "steps_per_segment": steps_per_segment,
             "generated_tokens": generated, "tok_per_s": generated / seconds,
             "cache_bytes": engine.cache_bytes, "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))),
+            **load_peak, **random_decode.peak("peak"),
             "compilations": engine.num_compilations, "implementation": dispatch.last_implementation("paged_attention"),
             "expert_implementation": dispatch.last_implementation("grouped_matmul"),
             "device": jax.devices()[0].device_kind, "completions": [c.text for c in completions],

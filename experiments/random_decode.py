@@ -21,7 +21,7 @@ from moejax.config import ModelConfig, MoE, require_int
 from moejax.experts import Experts
 from moejax.hf_config import from_hf
 from moejax.model import Transformer
-from moejax.random_model import filled_state, random_model
+from moejax.random_model import filled_state, random_model, random_shapes
 from pallas_kernels import dispatch
 from pallas_kernels.kv_format import KVFormat
 
@@ -59,10 +59,14 @@ def prepare(
     lens = [context + b * page_size // batch for b in range(batch)]
     max_len = lens[-1] + (segments + 2) * steps_per_segment + steps + 2 + routing_steps + profile_steps
     frequencies = read_routing(routing, config)
+    weights: dict[str, Any] = {"expert_weights": expert_weights, "dense_weights": dense_weights}
+    require_memory(random_shapes(config, **weights), formats, batch, max_len)
 
     def work() -> dict:
         started = time.perf_counter()
-        model = random_model(config, expert_weights=expert_weights, dense_weights=dense_weights)
+        model = random_model(config, **weights)
+        jax.block_until_ready(nnx.state(model))
+        load_peak = peak("load_peak")
         if frequencies is not None:
             routings.skew(model, frequencies)
         spec, params = decode.split(model, formats)
@@ -78,14 +82,14 @@ def prepare(
         state, observed = routings.observe(spec, params, state, decodable, routing_steps)
         out = {
             "weights": "random", **_routing(routing, frequencies, observed, config, batch),
-            "expert_weights": expert_weights, "dense_weights": dense_weights, "kv_format": schedules.name(formats),
+            **weights, "kv_format": schedules.name(formats),
             "effective_bits": schedules.effective_bits(formats, config.head_dim), "kv_layout": spec.formats[0].layout,
             "batch": batch, "context": context, "steps": steps, "steps_per_segment": steps_per_segment,
             **{f"tpot_ms_p{q}": float(np.percentile(segment_ms, q)) for q in (50, 99)},
             **{f"waited_step_ms_p{q}": float(np.percentile(step_ms, q)) for q in (50, 99)},
             "tok_per_s": batch * 1e3 / float(np.mean(segment_ms)),
             "made_s": made_s, "compile_s": compile_s,
-            **_bytes(config, model, observed, spec.formats, batch, context), **_peak(),
+            **_bytes(config, model, observed, spec.formats, batch, context), **load_peak, **peak("peak"),
             **{f"{op}_implementation": dispatch.last_implementation(op)
                for op in ("paged_attention", "grouped_matmul", "fused_router", "close_page")},
             "device": jax.devices()[0].device_kind,
@@ -175,6 +179,17 @@ def _nbytes(module) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module) if isinstance(module, nnx.Module) else module))
 
 
-def _peak() -> dict[str, float]:
-    stats = jax.devices()[0].memory_stats() or {}
-    return {"peak_device_gb": stats["peak_bytes_in_use"] / GB} if "peak_bytes_in_use" in stats else {}
+def require_memory(model: Transformer, formats: Sequence[KVFormat], batch: int, max_len: int) -> None:
+    """Refuses what the device cannot hold: weights by kind, closed pages, open pages and sinks. `model` may consist of shapes."""
+    spec, _ = decode.split(model, formats)
+    cache = accounting.cache_bytes(model.config, spec.formats, max_batch=batch, num_pages=batch * spec.closed_pages(max_len))
+    weights = accounting.held_bytes(model.config, nnx.state(model))
+    accounting.require_memory(
+        f"max_batch={batch} sequences of up to {max_len} tokens with the model",
+        weights | {"closed KV pages": cache["pages"], "open KV pages": cache["open"], "KV sinks": cache["sinks"]})
+
+
+def peak(name: str) -> dict[str, float]:
+    """The most memory used so far, under the name of where it was: NAME_device_gb, or NAME_process_gb on a CPU."""
+    where, count = accounting.peak_bytes()
+    return {f"{name}_{where}_gb": count / GB}

@@ -1,11 +1,16 @@
 """Bytes, from the configuration alone: what a model's weights and cache occupy, and what one decode step has to read."""
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from moejax.config import LayerConfig, ModelConfig, MoE
 from moejax.kv_schedule import per_layer
@@ -18,12 +23,61 @@ GIB = 1 << 30
 ROUTER_BYTES = 4  # router weights are float32 whatever the rest is
 
 
-def require_memory(what: str, needed: int) -> None:
-    """Raises ValueError, which says `what` takes so much, when `needed` bytes are more than the default device's memory."""
+class DoesNotFitError(ValueError):
+    """More memory is needed than there is."""
+
+
+def require_memory(what: str, needed: int | Mapping[str, int]) -> None:
+    """Refuses what the default device cannot hold, before it is allocated.
+
+    Args:
+      what: what takes it, for the message.
+      needed: bytes, or bytes of each part.
+
+    Raises:
+      DoesNotFitError: it is more than the device's memory; the message has the parts, largest first, and what there is.
+    """
     stats = jax.devices()[0].memory_stats() or {}  # a CPU has none: all of the machine's memory
     held = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > held:
-        raise ValueError(f"{what} takes at least {needed / GIB:,.1f} GiB, the device has {held / GIB:,.1f} GiB")
+    parts = "" if isinstance(needed, int) else " (" + ", ".join(
+        f"{name} {count / GIB:,.2f}" for name, count in sorted(needed.items(), key=lambda item: -item[1]) if count) + ")"
+    total = needed if isinstance(needed, int) else sum(needed.values())
+    if total > held:
+        raise DoesNotFitError(f"{what} takes at least {total / GIB:,.1f} GiB{parts}, the device has {held / GIB:,.1f} GiB")
+
+
+def peak_bytes() -> tuple[str, int]:
+    """Most memory that has been in use at once since the process began.
+
+    Returns:
+      ("device", bytes of the default device); ("process", resident bytes of this process) where it keeps no count, as on a CPU.
+    """
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return "device", stats["peak_bytes_in_use"]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return "process", resident * (1 if sys.platform == "darwin" else 1024)
+
+
+def held_bytes(config: ModelConfig, params: nnx.State) -> dict[str, int]:
+    """Bytes of a model's state (arrays, or their shapes), packed or not, by kind: as `weight_bytes`, and "shared" experts apart
+    from dense "mlp"."""
+    total = dict.fromkeys(("embedding", "lm_head", "attention", "mlp", "shared", "router", "experts", "norms"), 0)
+    for path, leaf in nnx.to_flat_state(params):
+        total[_kind(config, path)] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total
+
+
+def _kind(config: ModelConfig, path: tuple[Any, ...]) -> str:
+    if path[-1] == "scale":
+        return "norms"
+    if path[0] != "blocks":
+        return "embedding" if path[0].startswith("embedding") else "lm_head"
+    if path[2] != "mlp" or path[3] in ("router", "shared"):
+        return path[3] if path[2] == "mlp" else path[2]
+    if path[3] == "w_shared_gate_D":
+        return "shared"
+    return "experts" if isinstance(config.layers[path[1]].mlp, MoE) else "mlp"
 
 
 def cache_bytes(config: ModelConfig, kv_format: Formats, *, max_batch: int, num_pages: int) -> dict[str, int]:

@@ -22,6 +22,18 @@ STOCK_PAGES = 64  # distinct random pages a layer; its pool is made of copies of
 KEY_OUTLIER = 8.0  # size of the last key channel, the others' is 1
 
 
+def random_shapes(
+    config: ModelConfig, *, expert_weights: str = "bf16", dense_weights: str = "bf16", dtype=jnp.bfloat16,
+) -> Transformer:
+    """What `random_model` makes, with `jax.ShapeDtypeStruct`s for arrays: without any memory."""
+    def build() -> Transformer:
+        model = Transformer(config, rngs=nnx.Rngs(0), param_dtype=dtype)
+        model.pack(expert_weights=expert_weights, dense_weights=dense_weights)
+        return model
+
+    return nnx.eval_shape(build)
+
+
 def random_model(
     config: ModelConfig, *, expert_weights: str = "bf16", dense_weights: str = "bf16", dtype=jnp.bfloat16, seed: int = 0,
 ) -> Transformer:
@@ -29,12 +41,8 @@ def random_model(
 
     Arguments and errors as of `Transformer` and `Transformer.pack`.
     """
-    def build() -> Transformer:
-        model = Transformer(config, rngs=nnx.Rngs(0), param_dtype=dtype)
-        model.pack(expert_weights=expert_weights, dense_weights=dense_weights)
-        return model
-
-    graphdef, shapes = nnx.split(nnx.eval_shape(build))
+    graphdef, shapes = nnx.split(
+        random_shapes(config, expert_weights=expert_weights, dense_weights=dense_weights, dtype=dtype))
 
     @functools.partial(jax.jit, static_argnames="layer")
     def block(key: jax.Array, layer: int) -> dict:

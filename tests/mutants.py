@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
-COPIED = ("moejax", "pallas_kernels", "experiments", "tests", "pyproject.toml")
+COPIED = ("moejax", "pallas_kernels", "experiments", "configs", "tests", "pyproject.toml")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +189,12 @@ MUTANTS = (
     Mutant("bytes of experts as if routing were even", "experiments/random_decode.py", "(1 - hits / layer.mlp.num_experts)",
            "(1 - layer.mlp.rule.num_experts_per_tok / layer.mlp.num_experts) ** batch",
            "tests/experiments/test_decode.py -k skewed"),
+    Mutant("random models made whatever there is", "experiments/random_decode.py",
+           "    require_memory(random_shapes(config, **weights), formats, batch, max_len)\n", "",
+           "tests/experiments/test_decode.py -k do_not_fit"),
+    Mutant("packed experts counted as dense", "moejax/accounting.py", 'return "experts" if isinstance(config',
+           'return "mlp" if isinstance(config',
+           "tests/moejax/test_accounting.py -k held"),
     Mutant("compilation timed", "experiments/decode.py", "engine.generate(prompts, first, num_samples=num_samples)[0].ttft_ms",
            "0.0", "tests/experiments/test_decode.py -k one_repeat"),
 )

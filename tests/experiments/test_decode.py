@@ -1,6 +1,8 @@
 """`experiments.decode`: what it prints and reports, and what it refuses."""
+import jax
 import pytest
 
+from experiments import random_decode
 from experiments.decode import decode
 from experiments.routing import routing
 from moejax.engine import Engine
@@ -19,6 +21,7 @@ def test_report(checkpoint, run):
     assert r["kv_format"] == "k3v2+page32" and r["implementation"] == "reference" and r["generated_tokens"] == 12
     assert len(r["completions"]) == 2 and all(r["completions"])
     assert r["ttft_cold_ms"] > max(r["ttft_ms"])  # the first call compiles, the second does not
+    assert 0 < r["load_peak_process_gb"] <= r["peak_process_gb"]
     assert r["compilations"] <= 4 and r["tpot_ms_p99"] >= r["tpot_ms_p50"] > 0
 
 
@@ -41,6 +44,7 @@ def test_random_weights_at_the_size_of_a_config(run):
     assert (r["weights"], r["kv_format"], r["batch"], r["context"], r["steps"]) == ("random", "k3v2", 3, 150, 5)
     assert r["tpot_ms_p99"] >= r["tpot_ms_p50"] > 0 and r["waited_step_ms_p50"] > 0
     assert 0 < r["read_weights_gb"] < r["weight_gb"]
+    assert 0 < r["load_peak_process_gb"] <= r["peak_process_gb"]
     assert r["routing"] == "by a random router" and r["experts_hit_asked_for"] is None
     assert 4 < r["experts_hit"] <= 8 and r["experts_hit_if_uniform"] == pytest.approx(8 * (1 - 0.5**3))
     assert_refused(run(decode, *flags, "--prompt=x"), "prompt=['x']")
@@ -48,6 +52,18 @@ def test_random_weights_at_the_size_of_a_config(run):
     assert_refused(run(decode, "--context=10"), "context=10")
     assert_refused(run(decode, "--weights=random", "--checkpoint=nowhere.json"), "checkpoint=nowhere.json")
     assert_refused(run(decode, "--weights=zeros"), "weights='zeros'")
+
+
+def test_random_models_that_do_not_fit_are_refused_before_they_are_made(run, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(random_decode, "random_model", never)
+    monkeypatch.setattr(random_decode, "filled_state", never)
+    monkeypatch.setattr(jax.Device, "memory_stats", lambda self: {"bytes_limit": 80 * 2**30}, raising=False)
+    done = run(decode, "--weights=random", "--checkpoint=configs/models/qwen3_30b_a3b.json", "--expert_weights=int4",
+               "--max_batch=32", "--context=32768")
+    assert_refused(done, "max_batch=32", "114.4 GiB (closed KV pages 96.75, experts 14.34", "the device has 80.0 GiB")
 
 
 def test_skewed_routing_of_random_weights(run):

@@ -2,11 +2,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from moejax import accounting, decode
 from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE
 from moejax.kv_cache import KeyTransform
 from moejax.model import abstract
+from moejax.random_model import random_shapes
 from pallas_kernels.fused_router import RouterRule
 from pallas_kernels.kv_format import KVFormat
 
@@ -35,6 +37,35 @@ def test_weight_bytes_are_those_of_the_parameters(config, dtype):
     _, params = abstract(config, param_dtype=dtype)
     assert sum(accounting.weight_bytes(config, dtype).values()) == sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_held_bytes_of_each_kind(config):
+    held = accounting.held_bytes(config, abstract(config, param_dtype=jnp.bfloat16)[1])
+    held["mlp"] += held.pop("shared")
+    assert held == accounting.weight_bytes(config, jnp.bfloat16)
+
+
+def test_held_bytes_of_packed_weights():
+    moe = MoE(num_experts=5, moe_intermediate_size=64, rule=RULE, shared_intermediate_size=32, shared_gate=True)
+    layers = (LayerConfig(mlp=moe), LayerConfig(mlp=DenseMLP(intermediate_size=96)))
+    config = ModelConfig(**BASE | {"layers": layers, "hidden_size": 128, "head_dim": 16, "num_heads": 8})
+    packed, plain = (accounting.held_bytes(config, nnx.state(random_shapes(config, **kwargs)))
+                     for kwargs in ({"expert_weights": "int4", "dense_weights": "int8"}, {}))
+    assert packed["experts"] == 5 * 3 * 128 * 64 // 2 + 5 * 4 * (2 * 64 + 128)  # codes, a float32 scale for 128 or 64 channels
+    assert packed["mlp"] == 3 * 128 * 96 + 4 * (2 * 96 + 3 * 128)  # 96 channels: groups of 32
+    assert packed["shared"] == 3 * 128 * 32 + 4 * (2 * 32 + 128) + 2 * 128  # and the gate, bfloat16
+    assert packed["lm_head"] == 128 * 128 + 4 * 128  # the vocabulary, padded to 128
+    for kind in ("embedding", "router", "norms"):
+        assert packed[kind] == plain[kind] > 0
+
+
+def test_what_does_not_fit_is_said_by_part(monkeypatch):
+    monkeypatch.setattr(jax.Device, "memory_stats", lambda self: {"bytes_limit": 4 << 30}, raising=False)
+    accounting.require_memory("this", {"weights": 3 << 30, "pages": 1 << 30})
+    words = r"this takes at least 5.0 GiB \(pages 3.00, weights 2.00\), the device has 4.0 GiB"
+    with pytest.raises(accounting.DoesNotFitError, match=words):
+        accounting.require_memory("this", {"weights": 2 << 30, "none": 0, "pages": 3 << 30})
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda f: f.name)
