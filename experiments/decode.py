@@ -13,6 +13,7 @@ from flax import nnx
 from experiments import cli, inputs, random_decode
 from moejax import compilation_cache, kv_presets
 from moejax import kv_schedule as schedules
+from moejax import weight_rules as weights_of
 from moejax.config import ModelConfig, require_int
 from moejax.engine import Engine
 from moejax.requests import make_jobs
@@ -29,6 +30,7 @@ def decode(
     weights: Literal["checkpoint", "random"] = "checkpoint",
     expert_weights: str = "bf16",
     dense_weights: str = "bf16",
+    weight_rules: list[str] | None = None,
     prompt: list[str] | None = None,
     prompt_file: str | None = None,
     prompt_tokens: int | None = None,
@@ -64,9 +66,11 @@ def decode(
     Args:
       checkpoint: Hugging Face folder, hub id or .gguf file, with a tokenizer; a config.json with weights="random".
       weights: "checkpoint" or "random".
-      expert_weights: what routed experts are kept in: int8, int4, int3, int2 or packed_bf16, for the kernels of Hopper and TPU;
-        bf16 leaves them as they are loaded.
+      expert_weights: what routed experts are kept in: int8, int4, int3, int2 or packed_bf16, for the kernels of Hopper and TPU,
+        with group size and zero points behind it, as in int4:g64:asym; bf16 leaves them as they are loaded.
       dense_weights: the same for the projections of attention, dense and shared MLPs and the output projection.
+      weight_rules: PATTERN=FORMAT each, which win over the two, the last one first (`moejax.weight_rules`): embedding=int8,
+        layers.0=bf16, experts.down=int8:g64.
       prompt: texts to continue; without them and prompt_file, two of ours.
       prompt_file: a UTF-8 file whose text is one more prompt.
       prompt_tokens: cut each prompt to its first so many tokens.
@@ -90,10 +94,12 @@ def decode(
             raise ValueError(f"weights='random' has no text; not accepted: {', '.join(f'{k}={v!r}' for k, v in unused.items())}")
         config = random_decode.read_config(checkpoint)
         compilation_cache.enable()
-        return random_decode.prepare(
-            config, formats_of(config, kv_format, preset, kv_schedule), expert_weights=expert_weights, dense_weights=dense_weights,
-            batch=max_batch, context=2048 if context is None else context, steps=sampling.max_tokens,
-            steps_per_segment=steps_per_segment, profile_steps=profile_steps, routing=routing, routing_steps=routing_steps)
+        rules = weights_of.rules_of(config, expert_weights, dense_weights, weight_rules or ())
+        prepared = random_decode.prepare(
+            config, formats_of(config, kv_format, preset, kv_schedule), weights_of.resolve(config, rules), batch=max_batch,
+            context=2048 if context is None else context, steps=sampling.max_tokens, steps_per_segment=steps_per_segment,
+            profile_steps=profile_steps, routing=routing, routing_steps=routing_steps)
+        return lambda: {"checkpoint": checkpoint, "weight_rules": weights_of.described(rules), **prepared()}
     if context is not None or profile_steps or routing != "router":
         raise ValueError(f"{context=}, {profile_steps=}, {routing=}: only with weights='random'")
     for name, value in (("num_samples", num_samples), ("repeats", repeats), ("prompt_tokens", prompt_tokens)):
@@ -102,9 +108,10 @@ def decode(
     texts = texts_of(prompt, prompt_file)
     started = time.perf_counter()
     compilation_cache.enable()
-    model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights, dense_weights)
+    model, tokenizer = inputs.load_checkpoint(checkpoint, expert_weights, dense_weights, weight_rules or ())
     jax.block_until_ready(nnx.state(model))
     load_peak = random_decode.peak("load_peak")
+    rules = weights_of.rules_of(model.config, expert_weights, dense_weights, weight_rules or ())
     vocab_size = model.config.vocab_size
     prompts = [inputs.encode(name, text, tokenizer, vocab_size)[:prompt_tokens] for name, part in texts.items() for text in part]
     formats = formats_of(model.config, kv_format, preset, kv_schedule)
@@ -133,7 +140,8 @@ def decode(
         generated = sum(len(c.token_ids) for c in completions)
         steps = engine.stats.step_ms
         return {
-            "checkpoint": checkpoint, "expert_weights": expert_weights, "dense_weights": dense_weights,
+            "checkpoint": checkpoint, "weight_rules": weights_of.described(rules),
+            "effective_weight_bits": random_decode.effective_weight_bits(model),
             "kv_format": schedules.name(formats),
             "effective_bits": schedules.effective_bits(formats, model.config.head_dim),
             "load_s": load_s, "ttft_cold_ms": cold_ms, "ttft_ms": [c.ttft_ms for c in completions],

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moejax import checkpoint as checkpoints
 from moejax import kv_schedule as kv_schedules
@@ -62,12 +62,12 @@ def read_text(name: str, path: str) -> str:
 
 
 def load_checkpoint(
-    checkpoint: str, expert_weights: str = "bf16", dense_weights: str = "bf16",
+    checkpoint: str, expert_weights: str = "bf16", dense_weights: str = "bf16", weight_rules: Sequence[str] = (),
 ) -> tuple[Transformer, Tokenizer]:
     """`moejax.load` of what must have a tokenizer. Raises ValueError that names the checkpoint."""
     with naming("checkpoint", checkpoint):
         model, tokenizer = checkpoints.load(
-            locate(checkpoint), expert_weights=expert_weights, dense_weights=dense_weights)
+            locate(checkpoint), expert_weights=expert_weights, dense_weights=dense_weights, weight_rules=weight_rules)
         if tokenizer is None:
             raise ValueError("has no tokenizer, which text needs")
     return model, tokenizer

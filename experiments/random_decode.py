@@ -20,8 +20,9 @@ from moejax import routing as routings
 from moejax.config import ModelConfig, MoE, require_int
 from moejax.experts import Experts
 from moejax.hf_config import from_hf
-from moejax.model import Transformer
-from moejax.random_model import filled_state, random_model, random_shapes
+from moejax.model import Transformer, packed_shapes
+from moejax.random_model import filled_state, random_model
+from moejax.weight_rules import Formats
 from pallas_kernels import dispatch
 from pallas_kernels.kv_format import KVFormat
 
@@ -36,12 +37,13 @@ def read_config(checkpoint: str) -> ModelConfig:
 
 
 def prepare(
-    config: ModelConfig, formats: Sequence[KVFormat], *, expert_weights: str, dense_weights: str, batch: int, context: int,
-    steps: int, steps_per_segment: int, profile_steps: int, routing: str = "router", routing_steps: int = 16,
+    config: ModelConfig, formats: Sequence[KVFormat], weights: Formats, *, batch: int, context: int, steps: int,
+    steps_per_segment: int, profile_steps: int, routing: str = "router", routing_steps: int = 16,
 ) -> Callable[[], dict]:
     """Checks the sizes; the callable makes the model, fills the cache, and measures.
 
     Args:
+      weights: formats of the packed matrices.
       batch, context: sequences, and tokens that each has in the cache to begin with: row b has up to a page more, so that pages
         do not all fill in the same step.
       steps: decode steps to time; once in segments of `steps_per_segment` on the device, once waiting for each step.
@@ -59,12 +61,11 @@ def prepare(
     lens = [context + b * page_size // batch for b in range(batch)]
     max_len = lens[-1] + (segments + 2) * steps_per_segment + steps + 2 + routing_steps + profile_steps
     frequencies = read_routing(routing, config)
-    weights: dict[str, Any] = {"expert_weights": expert_weights, "dense_weights": dense_weights}
-    require_memory(random_shapes(config, **weights), formats, batch, max_len)
+    require_memory(packed_shapes(config, weights, param_dtype=jnp.bfloat16), formats, batch, max_len)
 
     def work() -> dict:
         started = time.perf_counter()
-        model = random_model(config, **weights)
+        model = random_model(config, weights)
         jax.block_until_ready(nnx.state(model))
         load_peak = peak("load_peak")
         if frequencies is not None:
@@ -82,7 +83,7 @@ def prepare(
         state, observed = routings.observe(spec, params, state, decodable, routing_steps)
         out = {
             "weights": "random", **_routing(routing, frequencies, observed, config, batch),
-            **weights, "kv_format": schedules.name(formats),
+            "effective_weight_bits": effective_weight_bits(model), "kv_format": schedules.name(formats),
             "effective_bits": schedules.effective_bits(formats, config.head_dim), "kv_layout": spec.formats[0].layout,
             "batch": batch, "context": context, "steps": steps, "steps_per_segment": steps_per_segment,
             **{f"tpot_ms_p{q}": float(np.percentile(segment_ms, q)) for q in (50, 99)},
@@ -167,7 +168,8 @@ def _bytes(
 ) -> dict[str, float]:
     """What is held, and what a step must read at least: the cache, dense weights, and as many experts as were seen to be hit."""
     held = _nbytes(model)
-    unread = 0.0 if config.tie_word_embeddings and not model.head_packed else _nbytes(model.embedding_VD)
+    embedding = model.packed_embedding if model.embedding_packed else model.embedding_VD
+    unread = 0.0 if config.tie_word_embeddings and not model.head_packed else _nbytes(embedding)
     for block, layer, hits in zip(model.blocks, config.layers, observed.hits):
         if isinstance(layer.mlp, MoE) and isinstance(block.mlp, Experts) and hits is not None:
             unread += (1 - hits / layer.mlp.num_experts) * sum(map(_nbytes, block.mlp.matrices()))
@@ -177,6 +179,15 @@ def _bytes(
 
 def _nbytes(module) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module) if isinstance(module, nnx.Module) else module))
+
+
+def effective_weight_bits(model: Transformer) -> dict[str, float]:
+    """Bits that a weight of each kind takes, scales, zero points and padding included; of the kinds that can be packed."""
+    held = accounting.held_bytes(model.config, nnx.state(model))
+    plain = accounting.held_bytes(model.config, nnx.state(packed_shapes(model.config, {}, param_dtype=jnp.bfloat16)))
+    if held["lm_head"] and model.config.tie_word_embeddings:  # a packed copy
+        plain["lm_head"] = plain["embedding"]
+    return {kind: 16 * held[kind] / plain[kind] for kind in plain if plain[kind] and kind not in ("router", "norms")}
 
 
 def require_memory(model: Transformer, formats: Sequence[KVFormat], batch: int, max_len: int) -> None:

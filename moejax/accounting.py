@@ -64,15 +64,20 @@ def held_bytes(config: ModelConfig, params: nnx.State) -> dict[str, int]:
     from dense "mlp"."""
     total = dict.fromkeys(("embedding", "lm_head", "attention", "mlp", "shared", "router", "experts", "norms"), 0)
     for path, leaf in nnx.to_flat_state(params):
-        total[_kind(config, path)] += math.prod(leaf.shape) * leaf.dtype.itemsize
+        total[_kind(config, path)] += nbytes(leaf)
     return total
 
 
+def nbytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array or of its shape."""
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
 def _kind(config: ModelConfig, path: tuple[Any, ...]) -> str:
-    if path[-1] == "scale":
+    if len(path) > 1 and str(path[-2]).endswith("_norm"):
         return "norms"
     if path[0] != "blocks":
-        return "embedding" if path[0].startswith("embedding") else "lm_head"
+        return "embedding" if "embedding" in path[0] else "lm_head"
     if path[2] != "mlp" or path[3] in ("router", "shared"):
         return path[3] if path[2] == "mlp" else path[2]
     if path[3] == "w_shared_gate_D":

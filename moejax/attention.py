@@ -17,6 +17,7 @@ from moejax import rope
 from moejax.config import ModelConfig
 from moejax.layers import RMSNorm, linear, normal_param, out_std
 from moejax.packed import PackedMatrices
+from moejax.weight_rules import Formats
 from pallas_kernels.pallas_utils import MASK_VALUE
 
 # Heads of B x T tokens -> [B, T, N, H], in one layer
@@ -68,13 +69,12 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm((K, H) if full else (H,), config.rms_norm_eps, param_dtype)
         self.packed = False  # see `pack`
 
-    def pack(self, weights: str) -> None:
-        """Keeps the projections quantised from now on (`PackedMatrices`): q, k and v in one. Raises ValueError for sizes that
-        cannot be packed."""
+    def pack(self, formats: Formats) -> None:
+        """Keeps the projections packed from now on (`PackedMatrices`) in the formats "qkv", those three in one, and "out"."""
         D = self.config.hidden_size
         qkv = jnp.concatenate([w[...].reshape(-1, D) for w in (self.w_q_NHD, self.w_k_KHD, self.w_v_KHD)])
-        self.qkv = PackedMatrices("attention", weights, qkv.T[None])
-        self.out = PackedMatrices("attention", weights, self.w_o_DNH[...].reshape(D, -1).T[None])
+        self.qkv = PackedMatrices(formats["qkv"], qkv.T[None])
+        self.out = PackedMatrices(formats["out"], self.w_o_DNH[...].reshape(D, -1).T[None])
         self.packed = True
         del self.w_q_NHD, self.w_k_KHD, self.w_v_KHD, self.w_o_DNH
 

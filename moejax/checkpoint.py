@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +19,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from safetensors.numpy import save_file
 
+from moejax import accounting
 from moejax.config import ModelConfig
 from moejax.gguf_checkpoint import GGUFSource
 from moejax.hf_config import to_hf
 from moejax.hf_tensors import INDEX, SINGLE, HFSource, source_of
-from moejax.model import Transformer, abstract, num_params
-from moejax.packed import check_name
+from moejax.model import Transformer, abstract, num_params, packed_shapes
 from moejax.sharding import make_mesh, map_params, param_shardings, param_spec
 from moejax.tokenizer import Tokenizer
+from moejax.weight_rules import Formats, formats_of, of_layer
 
 log = logging.getLogger(__name__)
 
@@ -37,35 +40,33 @@ def default_dtype() -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def load(path_or_id: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None,
-         expert_weights: str = "bf16", dense_weights: str = "bf16") -> tuple[Transformer, Tokenizer | None]:
+def load(path_or_id: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None, expert_weights: str = "bf16",
+         dense_weights: str = "bf16", weight_rules: Sequence[str] = ()) -> tuple[Transformer, Tokenizer | None]:
     """Loads a model and, where the checkpoint has one, its tokenizer.
+
+    Weights are read, and packed where they are to be, block by block: at most one block is held as it is read.
 
     Args:
       path_or_id: a Hugging Face folder, a .gguf file or a folder with one, or a hub id "owner/name".
       dtype: dtype of parameters and computation; `default_dtype()` by default. Router weights stay float32.
       mesh: lays the parameters out over it (`moejax.sharding`) as they are read; None puts them on the default device.
-      expert_weights: what routed experts are kept in: "int8", "int4", "int3", "int2", "packed_bf16" (all of
-        them as the kernels of Hopper and TPU read them), or "bf16", which leaves them in `dtype`.
-      dense_weights: the same for all other matrices but the router and the embedding (`Transformer.pack`).
+      expert_weights: what routed experts are kept in: "int8", "int4", "int3", "int2" or "packed_bf16", for the kernels of Hopper
+        and TPU, with group size and zero points behind it ("int4:g64:asym"); "bf16" leaves them in `dtype`.
+      dense_weights: the same for all other matrices but the router and the embedding.
+      weight_rules: PATTERN=FORMAT each (`moejax.weight_rules`), which win over the two: "embedding=int8", "layers.0=bf16".
 
     Returns:
       (model, tokenizer or None).
 
     Raises:
-      ValueError: unsupported config or settings; tensors missing, unused, stored twice, of a wrong shape: the message names them.
+      ValueError: unsupported config or settings; rules that match nothing or do not fit; tensors missing, unused, stored twice, of
+        a wrong shape; more weights than the device has memory (`accounting.DoesNotFitError`): the message names them.
       FileNotFoundError, OSError: nothing at that path, or no hub to be reached for that id.
     """
-    names = {"expert_weights": expert_weights, "dense_weights": dense_weights}
-    for parameter, weights in names.items():
-        check_name(parameter, weights)
-        if weights != "bf16" and mesh is not None:
-            raise ValueError(f"{parameter}={weights!r}: packed weights cannot be laid out over a mesh")
     source = open_source(path_or_id)
     try:
-        model, tokenizer = load_source(source, dtype=dtype, mesh=mesh)
-        model.pack(**names)
-        return model, tokenizer
+        return load_source(source, dtype=dtype, mesh=mesh,
+                           formats=formats_of(source.config, expert_weights, dense_weights, weight_rules))
     finally:
         source.close()
 
@@ -85,12 +86,18 @@ def open_source(path_or_id: str | os.PathLike) -> HFSource | GGUFSource:
     return HFSource(path)
 
 
-def load_source(source: HFSource | GGUFSource, *, dtype=None,
-                mesh: Mesh | None = None) -> tuple[Transformer, Tokenizer | None]:
-    """`load` of what `open_source` gave."""
+def load_source(source: HFSource | GGUFSource, *, dtype=None, mesh: Mesh | None = None,
+                formats: Formats | None = None) -> tuple[Transformer, Tokenizer | None]:
+    """`load` of what `open_source` gave, with the formats of packed matrices (`weight_rules.resolve`)."""
+    formats = {} if formats is None else formats
+    if formats and mesh is not None:
+        raise ValueError(f"{next(iter(formats))}: packed weights cannot be laid out over a mesh")
     tokenizer = _tokenizer_of(source)
     config = _with_decodable(source.config, tokenizer)
-    graphdef, shapes = abstract(config, param_dtype=default_dtype() if dtype is None else jnp.dtype(dtype))
+    param_dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
+    if mesh is None:
+        _require_memory(config, formats, param_dtype)
+    graphdef, shapes = abstract(config, param_dtype=param_dtype)
 
     def read(path, leaf):
         array = source.read(path, leaf.shape, leaf.dtype)
@@ -99,9 +106,31 @@ def load_source(source: HFSource | GGUFSource, *, dtype=None,
         sharding = NamedSharding(mesh, param_spec(path, leaf.shape, mesh))
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: array[index])
 
-    params = map_params(read, shapes)
-    log.info("loaded %s parameters", f"{num_params(params):,}")
-    return nnx.merge(graphdef, params), tokenizer
+    def read_in(module: tuple, path, leaf):
+        return read((*module, *path), leaf)
+
+    model = nnx.merge(graphdef, shapes)
+    for layer, block in enumerate(model.blocks):
+        nnx.update(block, map_params(functools.partial(read_in, ("blocks", layer)), nnx.state(block)))
+        if of_block := of_layer(formats, layer):
+            block.pack(of_block)
+            jax.block_until_ready(nnx.state(block))  # before the next one is read
+    rest = nnx.from_flat_state([item for item in nnx.to_flat_state(shapes) if item[0][0] != "blocks"])
+    nnx.update(model, map_params(read, rest))
+    model.pack_ends(formats)
+    log.info("loaded %s parameters", f"{num_params(shapes):,}")
+    return model, tokenizer
+
+
+def _require_memory(config: ModelConfig, formats: Formats, dtype) -> None:
+    """Refuses weights that do not fit, with the largest block as it is read where one is packed."""
+    kept = nnx.state(packed_shapes(config, formats, param_dtype=dtype))
+    parts = accounting.held_bytes(config, kept)
+    if formats:
+        plain = packed_shapes(config, {}, param_dtype=dtype)
+        parts["a block before it is packed"] = max(
+            sum(accounting.nbytes(leaf) for leaf in jax.tree.leaves(nnx.state(block))) for block in plain.blocks)
+    accounting.require_memory("the model", parts)
 
 
 def save_hf(model: Transformer, path: str | os.PathLike, *, tokenizer: Tokenizer | None = None,
@@ -122,7 +151,7 @@ def save_hf(model: Transformer, path: str | os.PathLike, *, tokenizer: Tokenizer
     if dtype not in FILE_DTYPES:
         raise ValueError(f"{dtype=}: accepted are {', '.join(FILE_DTYPES)}")
     if model.is_packed:
-        raise ValueError("weights are packed (expert_weights, dense_weights): a folder holds only what they were before")
+        raise ValueError("weights are packed: a folder holds only what they were before")
     path = pathlib.Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path}: exists and is not an empty folder")

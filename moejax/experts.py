@@ -9,6 +9,7 @@ from moejax.config import DenseMLP, ModelConfig, MoE
 from moejax.layers import MLP, gated, linear, normal_param, out_std
 from moejax.packed import PackedMatrices
 from moejax.router import Router
+from moejax.weight_rules import Formats
 from pallas_kernels.fused_router import Routing
 from pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -69,11 +70,11 @@ class Experts(nnx.Module):
         if self.has_shared_gate:
             self.w_shared_gate_D = normal_param(rngs, (D,), param_dtype)
 
-    def pack(self, weights: str) -> None:
-        """Keeps the experts' matrices quantised from now on (`PackedMatrices`), gate and up in one; router and shared expert stay
-        as they are. Raises ValueError for matrices whose sizes cannot be packed."""
-        self.gate_up = PackedMatrices("experts", weights, self.w_gate_EDF[...], self.w_up_EDF[...])
-        self.down = PackedMatrices("experts", weights, self.w_down_EFD[...])
+    def pack(self, formats: Formats) -> None:
+        """Keeps the experts' matrices packed from now on (`PackedMatrices`) in the formats "gate_up", both in one, and "down";
+        router and shared expert stay as they are."""
+        self.gate_up = PackedMatrices(formats["gate_up"], self.w_gate_EDF[...], self.w_up_EDF[...])
+        self.down = PackedMatrices(formats["down"], self.w_down_EFD[...])
         self.packed = True
         del self.w_gate_EDF, self.w_up_EDF, self.w_down_EFD
 

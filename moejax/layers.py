@@ -10,6 +10,7 @@ from flax import nnx
 
 from moejax.config import DenseMLP, ModelConfig
 from moejax.packed import PackedMatrices
+from moejax.weight_rules import Formats
 from pallas_kernels.append_heads.reference import rms_norm
 from pallas_kernels.packed_weights import interleave
 
@@ -73,11 +74,10 @@ class MLP(nnx.Module):
         self.bias = mlp.bias
         self.packed = False  # see `pack`
 
-    def pack(self, weights: str) -> None:
-        """Keeps the matrices quantised from now on (`PackedMatrices`), gate and up in one. Raises ValueError for sizes that cannot
-        be packed."""
+    def pack(self, formats: Formats) -> None:
+        """Keeps the matrices packed from now on (`PackedMatrices`) in the formats "gate_up", both in one, and "down"."""
         gate, up, down = (w[...].T[None] for w in (self.w_gate_FD, self.w_up_FD, self.w_down_DF))
-        self.gate_up, self.down = PackedMatrices("mlp", weights, gate, up), PackedMatrices("mlp", weights, down)
+        self.gate_up, self.down = PackedMatrices(formats["gate_up"], gate, up), PackedMatrices(formats["down"], down)
         self.packed = True
         del self.w_gate_FD, self.w_up_FD, self.w_down_DF
 

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import rope
+from moejax import rope, weight_rules
 from moejax.attention import Attend, Attention, Heads, LayerAttend, causal_attention
 from moejax.config import ModelConfig, MoE
 from moejax.experts import Experts
 from moejax.layers import MLP, RMSNorm, normal_param
-from moejax.packed import PackedMatrices, check_name
+from moejax.packed import PackedEmbedding, PackedMatrices
+from moejax.weight_rules import Formats
 from pallas_kernels.fused_router import Routing
 from pallas_kernels.packed_weights import BLOCK
 
@@ -50,21 +51,23 @@ class Block(nnx.Module):
         else:
             self.mlp = MLP(config, mlp, rngs=rngs, param_dtype=param_dtype)
 
-    def pack(self, *, expert_weights: str, dense_weights: str) -> None:
-        """See `Transformer.pack`."""
-        if isinstance(self.mlp, Experts) and expert_weights != "bf16":
-            self.mlp.pack(expert_weights)
-        if dense_weights == "bf16":
-            return
-        self.attention.pack(dense_weights)
-        if isinstance(self.mlp, MLP):
-            self.mlp.pack(dense_weights)
-        elif self.mlp.has_shared:
-            self.mlp.shared.pack(dense_weights)
+    def pack(self, formats: Formats) -> None:
+        """Keeps matrices packed from now on: the formats of a layer (`weight_rules.of_layer`)."""
+        modules: dict[str, Attention | Experts | MLP] = {"attention": self.attention}
+        if isinstance(self.mlp, Experts):
+            modules["experts"] = self.mlp
+            if self.mlp.has_shared:
+                modules["shared"] = self.mlp.shared
+        else:
+            modules["mlp"] = self.mlp
+        for name, module in modules.items():
+            if of_module := weight_rules.of_module(formats, name):
+                module.pack(of_module)
 
     @property
     def is_packed(self) -> bool:
-        return self.attention.packed or self.mlp.packed
+        shared = isinstance(self.mlp, Experts) and self.mlp.has_shared and self.mlp.shared.packed
+        return self.attention.packed or self.mlp.packed or shared
 
     def __call__(self, x_BTD, cos, sin, attend: LayerAttend, valid) -> tuple[jax.Array, Routing | None]:
         """x [B, T, D] -> ([B, T, D], routing or None)."""
@@ -98,38 +101,32 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head_VD = normal_param(rngs, (config.vocab_size, config.hidden_size), param_dtype)
-        self.head_packed = False  # see `pack`
+        self.head_packed = self.embedding_packed = False  # see `pack`
 
-    def pack(self, *, expert_weights: str = "bf16", dense_weights: str = "bf16") -> None:
-        """Keeps weights quantised from now on: names of `packed.WEIGHT_BITS`; "bf16" leaves weights as they are.
+    def pack(self, formats: Formats) -> None:
+        """Keeps matrices packed from now on, in the formats that `weight_rules.resolve` gave for its config. Nothing is trained or
+        saved after it. Of tied embeddings the output projection is a packed copy."""
+        for layer, block in enumerate(self.blocks):
+            block.pack(weight_rules.of_layer(formats, layer))
+        self.pack_ends(formats)
 
-        Routers, norms and the embedding are never quantised. Nothing is trained or saved after it.
-
-        Args:
-          expert_weights: of routed experts.
-          dense_weights: of the projections of attention, dense and shared MLPs, and the output projection; of tied embeddings a
-            quantised copy is made.
-
-        Raises:
-          ValueError: unknown names, no experts, or sizes that cannot be packed, by name. Some layers may be packed then.
-        """
-        check_name("expert_weights", expert_weights)
-        check_name("dense_weights", dense_weights)
-        if expert_weights != "bf16" and not any(block.is_moe for block in self.blocks):
-            raise ValueError(f"{expert_weights=}: the model has no experts")
-        for block in self.blocks:
-            block.pack(expert_weights=expert_weights, dense_weights=dense_weights)
-        if dense_weights != "bf16":
+    def pack_ends(self, formats: Formats) -> None:
+        """`pack` of the output projection and the embedding alone."""
+        if "lm_head" in formats:
             columns = jnp.pad(self.head().T, [(0, 0), (0, -self.config.vocab_size % BLOCK)])
-            self.packed_head = PackedMatrices("lm_head", dense_weights, columns[None])
+            self.packed_head = PackedMatrices(formats["lm_head"], columns[None])
             self.head_packed = True
             if not self.config.tie_word_embeddings:
                 del self.lm_head_VD
+        if "embedding" in formats:
+            self.packed_embedding = PackedEmbedding(formats["embedding"], self.embedding_VD[...])
+            self.embedding_packed = True
+            del self.embedding_VD
 
     @property
     def is_packed(self) -> bool:
-        """Is anything quantised?"""
-        return self.head_packed or any(block.is_packed for block in self.blocks)
+        """Is anything packed?"""
+        return self.head_packed or self.embedding_packed or any(block.is_packed for block in self.blocks)
 
     def __call__(
         self,
@@ -161,7 +158,7 @@ class Transformer(nnx.Module):
             attend = self._attend_all
             length = T if valid is None else jnp.max(jnp.sum(valid, axis=1, dtype=jnp.int32))
         cos, sin = rope.cos_sin(self.config, positions, length)
-        x_BTD = self.embedding_VD[...][tokens].astype(self.dtype)
+        x_BTD = self.embed(tokens)
         router = []
         for layer, block in enumerate(self.blocks):
             x_BTD, routing = block(x_BTD, cos, sin, functools.partial(attend, layer), valid)
@@ -170,6 +167,12 @@ class Transformer(nnx.Module):
             x_BTD = jnp.take_along_axis(x_BTD, logit_positions[:, None, None], axis=1)
         x_BTD = self.final_norm(x_BTD)
         return ModelOutput(self.logits(x_BTD), tuple(router))
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32 [...] to [..., D]."""
+        if self.embedding_packed:
+            return self.packed_embedding(tokens, self.dtype)
+        return self.embedding_VD[...][tokens].astype(self.dtype)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Final hidden states [B, T, D] to float32 [B, T, V]."""
@@ -192,6 +195,16 @@ def abstract(config: ModelConfig, *, param_dtype=jnp.float32, dtype=None) -> tup
     """(graphdef, params) of a model whose parameters are `jax.ShapeDtypeStruct`s: shapes and names without any memory."""
     return nnx.split(nnx.eval_shape(
         lambda: Transformer(config, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=dtype)))
+
+
+def packed_shapes(config: ModelConfig, formats: Formats, *, param_dtype=jnp.float32, dtype=None) -> Transformer:
+    """A packed model whose parameters are `jax.ShapeDtypeStruct`s: what it will hold, without any memory."""
+    def build() -> Transformer:
+        model = Transformer(config, rngs=nnx.Rngs(0), param_dtype=param_dtype, dtype=dtype)
+        model.pack(formats)
+        return model
+
+    return nnx.eval_shape(build)
 
 
 def num_params(params: nnx.State) -> int:

@@ -1,7 +1,7 @@
 """Matrices kept in few bits, packed as the kernels of this platform read them: one kernel serves experts and dense projections."""
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,43 +9,33 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax.weight_rules import WeightFormat
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.packed_weights import BLOCK, MAX_CHUNK, interleave, pack_weights
+from pallas_kernels.packed_weights import interleave, pack_weights
+from pallas_kernels.packing import pack_codes, unpack_codes
 from pallas_kernels.qarray import QArray, quantize
-from pallas_kernels.stored_weights import StoredWeights
+from pallas_kernels.stored_weights import StoredWeights, codes_of, lowest
 from pallas_kernels.tpu_weights import pack_tpu_weights
-
-# "bf16" leaves weights as they are; the others are packed, "packed_bf16" bit for bit.
-WEIGHT_BITS = {"bf16": 16, "packed_bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
 
 class PackedMatrices(nnx.Module):
-    """Matrices [E, k, n], one an expert or a single one, in codes with a float32 scale for every 128 channels (or k) and column; or
-    in bfloat16.
+    """Matrices [E, k, n], one an expert or a single one, in codes with a float32 scale for each group of channels and column; or in
+    bfloat16.
 
     Attributes:
-      words: the packed codes and scales.
+      words: the packed codes, scales and zero points.
       stored_as, layout: what they are; `TpuWeights` on a TPU, else `PackedWeights`.
     """
 
-    def __init__(self, what: str, weights: str, w: jax.Array, up: jax.Array | None = None):
-        """Quantises and packs.
+    def __init__(self, weight_format: WeightFormat, w: jax.Array, up: jax.Array | None = None):
+        """Quantises and packs, an expert at a time.
 
         Args:
-          what: their name, for messages.
-          weights: a name of WEIGHT_BITS other than "bf16".
+          weight_format: a packed one, which `weight_rules.resolve` found to fit.
           w: [E, k, n].
           up: [E, k, n], of which `w` are the gates: their columns are interleaved, for `glu`.
-
-        Raises:
-          ValueError: matrices whose sizes cannot be packed.
         """
-        _, k, n = w.shape
-        if k % BLOCK or n % BLOCK:
-            raise ValueError(f"{what} in {weights!r}: matrices of {k} x {n}; both must be multiples of {BLOCK}")
-        kept = [_kept(x, WEIGHT_BITS[weights]) for x in (w, up) if x is not None]
-        pack = pack_tpu_weights if jax.default_backend() == "tpu" else pack_weights
-        stored = pack(kept[0] if up is None else interleave(*kept))
+        stored = _stored(w, up, weight_format, pack_tpu_weights if jax.default_backend() == "tpu" else pack_weights)
         self.stored_as: Any = type(stored)
         self.words, self.layout = nnx.Param(stored.words), stored.layout
 
@@ -62,12 +52,52 @@ class PackedMatrices(nnx.Module):
         return self.stored_as(self.words[...], self.layout)
 
 
-def _kept(w: jax.Array, bits: int) -> QArray | jax.Array:
+class PackedEmbedding(nnx.Module):
+    """Rows [V, D] in codes, with a float32 scale for each group of a row's channels: looked up, never multiplied.
+
+    Attributes:
+      words: uint32 [V, words of D codes] in the order of `packing.pack_codes`.
+      scale: float32 [V, D / group_size].
+      zero: int8 [V, D / group_size], zero points of a `QArray`; absent if symmetric.
+    """
+
+    def __init__(self, weight_format: WeightFormat, embedding_VD: jax.Array):
+        words, scale, zero = _packed_rows(embedding_VD, weight_format)
+        self.bits, self.width, self.has_zero = weight_format.bits, embedding_VD.shape[1], zero is not None
+        self.words, self.scale = nnx.Param(words), nnx.Param(scale)
+        if zero is not None:
+            self.zero = nnx.Param(zero)
+
+    def __call__(self, ids: jax.Array, dtype) -> jax.Array:
+        """int32 [...] to rows [..., D] in `dtype`."""
+        codes = unpack_codes(self.words[...][ids][..., None], self.bits, self.width)[..., 0]
+        qvalue = (codes.astype(jnp.int32) - lowest(self.bits)).astype(jnp.int8)
+        scale = self.scale[...][ids]
+        zero = self.zero[...][ids] if self.has_zero else None
+        return QArray(qvalue, scale, zero, -1, self.width // scale.shape[-1], self.bits).dequantize(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("weight_format", "pack"))
+def _stored(
+    w: jax.Array, up: jax.Array | None, weight_format: WeightFormat, pack: Callable[[QArray | jax.Array], StoredWeights],
+) -> StoredWeights:
+    kept = [_kept(x, weight_format) for x in (w, up) if x is not None]
+    return pack(kept[0] if up is None else interleave(*kept))
+
+
+def _kept(w: jax.Array, weight_format: WeightFormat) -> QArray | jax.Array:
     """What is packed of [E, k, n]."""
-    return w.astype(jnp.bfloat16) if bits == 16 else quantize(w, bits=bits, group_size=math.gcd(w.shape[1], MAX_CHUNK))
+    if weight_format.bits == 16:
+        return w.astype(jnp.bfloat16)
+    quantized = functools.partial(quantize, bits=weight_format.bits, group_size=weight_format.group_of(w.shape[1]),
+                                  symmetric=weight_format.symmetric)
+    return jax.lax.map(quantized, w)  # an expert at a time: it is done in float32
 
 
-def check_name(parameter: str, weights: str) -> None:
-    """Raises ValueError unless `weights` is a name of WEIGHT_BITS."""
-    if weights not in WEIGHT_BITS:
-        raise ValueError(f"{parameter}={weights!r}: accepted are {', '.join(WEIGHT_BITS)}")
+@functools.partial(jax.jit, static_argnames="weight_format")
+def _packed_rows(w_VD: jax.Array, weight_format: WeightFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Words, scales and zero points of rows."""
+    q = quantize(w_VD, bits=weight_format.bits, axis=-1, group_size=weight_format.group_of(w_VD.shape[1]),
+                 symmetric=weight_format.symmetric)
+    words = pack_codes(codes_of(q)[..., None], weight_format.bits)[..., 0]
+    return words, q.scale, None if q.zero_point is None else q.zero_point.astype(jnp.int8)

@@ -14,7 +14,8 @@ from moejax import decode_state
 from moejax.config import ModelConfig
 from moejax.decode_state import DecodeSpec, DecodeState
 from moejax.kv_cache import LayerKV
-from moejax.model import Block, Transformer
+from moejax.model import Block, Transformer, packed_shapes
+from moejax.weight_rules import Formats, of_layer
 from pallas_kernels.close_page import close_page
 from pallas_kernels.kv_format import KVFormat
 
@@ -22,46 +23,37 @@ STOCK_PAGES = 64  # distinct random pages a layer; its pool is made of copies of
 KEY_OUTLIER = 8.0  # size of the last key channel, the others' is 1
 
 
-def random_shapes(
-    config: ModelConfig, *, expert_weights: str = "bf16", dense_weights: str = "bf16", dtype=jnp.bfloat16,
-) -> Transformer:
-    """What `random_model` makes, with `jax.ShapeDtypeStruct`s for arrays: without any memory."""
-    def build() -> Transformer:
-        model = Transformer(config, rngs=nnx.Rngs(0), param_dtype=dtype)
-        model.pack(expert_weights=expert_weights, dense_weights=dense_weights)
-        return model
-
-    return nnx.eval_shape(build)
-
-
-def random_model(
-    config: ModelConfig, *, expert_weights: str = "bf16", dense_weights: str = "bf16", dtype=jnp.bfloat16, seed: int = 0,
-) -> Transformer:
+def random_model(config: ModelConfig, formats: Formats | None = None, *, dtype=jnp.bfloat16, seed: int = 0) -> Transformer:
     """A model with normal weights, packed block by block: at most one block is held in `dtype` beside what is kept.
 
-    Arguments and errors as of `Transformer` and `Transformer.pack`.
+    Args:
+      formats: of the packed matrices (`weight_rules.resolve`); None packs none.
+      dtype: of the parameters that are not packed, and of the computation.
     """
-    graphdef, shapes = nnx.split(
-        random_shapes(config, expert_weights=expert_weights, dense_weights=dense_weights, dtype=dtype))
+    formats = {} if formats is None else formats
+    graphdef, shapes = nnx.split(packed_shapes(config, formats, param_dtype=dtype))
 
     @functools.partial(jax.jit, static_argnames="layer")
     def block(key: jax.Array, layer: int) -> dict:
         made = Block(config, layer, rngs=nnx.Rngs(key), param_dtype=dtype)
-        made.pack(expert_weights=expert_weights, dense_weights=dense_weights)
+        made.pack(of_layer(formats, layer))
         return nnx.to_pure_dict(nnx.state(made))
 
     @jax.jit
     def rest(key: jax.Array) -> dict:
         made = Transformer(dataclasses.replace(config, layers=config.layers[:1]), rngs=nnx.Rngs(key), param_dtype=dtype)
-        made.pack(dense_weights=dense_weights)
+        made.pack_ends(formats)
         pure = nnx.to_pure_dict(nnx.state(made))
         del pure["blocks"]
         return pure
 
+    def kind(layer: int) -> tuple:
+        return config.layers[layer], tuple(of_layer(formats, layer).items())
+
     keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
-    first_of = {layer: i for i, layer in reversed(list(enumerate(config.layers)))}  # equal blocks are compiled once
+    first_of = {kind(layer): layer for layer in reversed(range(config.num_layers))}  # equal blocks are compiled once
     pure = rest(keys[-1]) | {"blocks": {
-        i: jax.block_until_ready(block(keys[i], first_of[layer])) for i, layer in enumerate(config.layers)}}
+        i: jax.block_until_ready(block(keys[i], first_of[kind(i)])) for i in range(config.num_layers)}}
     nnx.replace_by_pure_dict(shapes, pure)
     return nnx.merge(graphdef, shapes)
 

@@ -65,7 +65,7 @@ class Scorer:
 
     def __init__(self, model: Transformer):
         self.config, self.dtype = model.config, model.dtype
-        self.embedding, self.head, self.final_norm = model.embedding_VD[...], model.head(), model.final_norm
+        self.embed_rows, self.head, self.final_norm = model.embed, model.head(), model.final_norm
         self.blocks = [nnx.split(block) for block in model.blocks]
         self._cos_sin: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.memo: dict = {}  # statistics of `moejax.calibration`, by what they were measured on
@@ -98,7 +98,7 @@ class Scorer:
 
     def embed(self, tokens: np.ndarray) -> jax.Array:
         """The first block's input [1, T, D]."""
-        return self.embedding[jnp.asarray(tokens)][None].astype(self.dtype)
+        return self.embed_rows(jnp.asarray(tokens))[None]
 
     def cos_sin(self, length: int) -> tuple[jax.Array, jax.Array]:
         """RoPE of a window of `length` tokens; kept, every layer asks for it."""

@@ -66,6 +66,7 @@ class StepPoint(Compiled):
         from moejax import decode
         from moejax.hf_config import from_hf
         from moejax.model import Transformer
+        from moejax.weight_rules import formats_of
 
         config = from_hf(json.loads((MODELS / f"{self.model}.json").read_text()))
         if self.num_layers is not None:
@@ -73,7 +74,7 @@ class StepPoint(Compiled):
 
         def make() -> Transformer:
             model = Transformer(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-            model.pack(expert_weights=self.expert_weights, dense_weights=self.dense_weights)
+            model.pack(formats_of(config, self.expert_weights, self.dense_weights))
             return model
 
         spec, params = decode.split(nnx.eval_shape(make), self._kv_format())

@@ -40,6 +40,7 @@ OPENED = "tests/pallas_kernels/test_close_page_reference.py"
 EXPERTS = "pallas_kernels/grouped_matmul/mosaic_gpu.py"
 EXPERTS_TESTED = "tests/pallas_kernels/test_grouped_matmul_mosaic_gpu.py"
 ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mixed_lengths"
+WEIGHT_RULES = "tests/moejax/test_weight_rules.py"
 
 MUTANTS = (
     Mutant("value scales used for keys", PAGES, 'plane[f"{name}_scales"]', 'plane["v_scales"]', OPENED),
@@ -195,6 +196,16 @@ MUTANTS = (
     Mutant("packed experts counted as dense", "moejax/accounting.py", 'return "experts" if isinstance(config',
            'return "mlp" if isinstance(config',
            "tests/moejax/test_accounting.py -k held"),
+    Mutant("the first rule of weights decides", "moejax/weight_rules.py", "if rule.matches(name)][-1:]",
+           "if rule.matches(name)][:1]", f"{WEIGHT_RULES} -k last_rule"),
+    Mutant("a rule that matches nothing is passed over", "moejax/weight_rules.py",
+           'raise ValueError(f"{rule.said}: matches no matrix; there are {_listed(there)}")', "continue",
+           f"{WEIGHT_RULES} -k refused"),
+    Mutant("symmetric whatever the rule says", "moejax/packed.py",
+           "group_of(w.shape[1]),\n                                  symmetric=weight_format.symmetric)", "group_of(w.shape[1]))",
+           f"{WEIGHT_RULES} -k holds"),
+    Mutant("weights packed when all are read", "moejax/checkpoint.py", "            block.pack(of_block)\n", "            pass\n",
+           f"{WEIGHT_RULES} -k before_the_next"),
     Mutant("compilation timed", "experiments/decode.py", "engine.generate(prompts, first, num_samples=num_samples)[0].ttft_ms",
            "0.0", "tests/experiments/test_decode.py -k one_repeat"),
 )

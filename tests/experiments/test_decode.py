@@ -28,11 +28,26 @@ def test_report(checkpoint, run):
 def test_packed_experts(run):
     flags = ("--prompt=The function", "--max_tokens=3", "--max_len=128", "--max_batch=1")
     packed, plain = (run(decode, *flags, f"--expert_weights={name}").result for name in ("int4", "bf16"))
-    assert packed["expert_weights"] == "int4" and packed["expert_implementation"] == "reference"
+    assert packed["weight_rules"] == "experts=int4" and packed["expert_implementation"] == "reference"
     experts = 8 * 16 * 3 * 256 * 64  # weights; float32 on a CPU, then 4 bits, and float32 scales for 128 and for 64 channels
     scales = 8 * 16 * 4 * (2 * 128 + 256)
     assert plain["weight_bytes"] - packed["weight_bytes"] == experts * 4 - experts // 2 - scales
+    assert packed["effective_weight_bits"]["experts"] == 4 + 32 * scales / 4 / experts and plain["weight_rules"] == "none"
     assert_refused(run(decode, *flags, "--expert_weights=4"), "expert_weights='4'")
+    assert_refused(run(decode, *flags, "--weight_rules=router=int8"), "checkpoint=checkpoints/moe_10m", "never quantised")
+
+
+def test_weight_rules_of_random_models(run):
+    flags = ("--weights=random", "--checkpoint=tests/golden/qwen3_moe", "--context=40", "--max_batch=1", "--max_tokens=1",
+             "--steps_per_segment=1", "--routing_steps=1", "--expert_weights=int4", "--weight_rules=embedding=int8:g32:asym",
+             "--weight_rules=layers.1.experts=packed_bf16")
+    r = run(decode, *flags).result
+    assert r["weight_rules"] == "experts=int4, embedding=int8:g32:asym, layers.1.experts=packed_bf16"
+    bits = r["effective_weight_bits"]
+    assert bits["embedding"] == 8 + 40 / 32 and bits["lm_head"] == bits["attention"] == 16
+    assert bits["experts"] == pytest.approx((16 + 2 * (4 + 32 * 256 / (64 * 32 * 3) / 2)) / 3, rel=0.1)
+    assert_refused(run(decode, *flags, "--weight_rules=lm_head=int7"), "weight_rules='lm_head=int7'", "int8")
+    assert_refused(run(decode, *flags, "--weight_rules=layers.7=int8"), "weight_rules='layers.7=int8'", "N from 0 to 2")
 
 
 def test_random_weights_at_the_size_of_a_config(run):

@@ -7,8 +7,8 @@ from flax import nnx
 from moejax import accounting, decode
 from moejax.config import DenseMLP, LayerConfig, ModelConfig, MoE
 from moejax.kv_cache import KeyTransform
-from moejax.model import abstract
-from moejax.random_model import random_shapes
+from moejax.model import abstract, packed_shapes
+from moejax.weight_rules import formats_of
 from pallas_kernels.fused_router import RouterRule
 from pallas_kernels.kv_format import KVFormat
 
@@ -50,8 +50,9 @@ def test_held_bytes_of_packed_weights():
     moe = MoE(num_experts=5, moe_intermediate_size=64, rule=RULE, shared_intermediate_size=32, shared_gate=True)
     layers = (LayerConfig(mlp=moe), LayerConfig(mlp=DenseMLP(intermediate_size=96)))
     config = ModelConfig(**BASE | {"layers": layers, "hidden_size": 128, "head_dim": 16, "num_heads": 8})
-    packed, plain = (accounting.held_bytes(config, nnx.state(random_shapes(config, **kwargs)))
-                     for kwargs in ({"expert_weights": "int4", "dense_weights": "int8"}, {}))
+    packed, plain = (
+        accounting.held_bytes(config, nnx.state(packed_shapes(config, formats, param_dtype=jnp.bfloat16)))
+        for formats in (formats_of(config, "int4", "int8"), {}))
     assert packed["experts"] == 5 * 3 * 128 * 64 // 2 + 5 * 4 * (2 * 64 + 128)  # codes, a float32 scale for 128 or 64 channels
     assert packed["mlp"] == 3 * 128 * 96 + 4 * (2 * 96 + 3 * 128)  # 96 channels: groups of 32
     assert packed["shared"] == 3 * 128 * 32 + 4 * (2 * 32 + 128) + 2 * 128  # and the gate, bfloat16
