@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from moejax import checkpoint as checkpoints
 from moejax import kv_schedule as kv_schedules
+from moejax.accounting import DoesNotFitError
 from moejax.config import require_int
 from moejax.hf_tensors import read_json
 from moejax.model import Transformer
@@ -49,7 +50,8 @@ def naming(name: str, path: str) -> Iterator[None]:
     except (ValueError, NotImplementedError, OSError) as e:
         reason = e.strerror if isinstance(e, OSError) and e.filename and str(e.filename) == found else str(e)
         where = "" if pathlib.Path(found).exists() else looked_for(path)
-        raise ValueError(f"{name}={path}: {str(reason).removeprefix(f'{found}: ')}{where}") from None
+        kind = DoesNotFitError if isinstance(e, DoesNotFitError) else ValueError
+        raise kind(f"{name}={path}: {str(reason).removeprefix(f'{found}: ')}{where}") from None
 
 
 def read_text(name: str, path: str) -> str:

@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import tempfile
+import types
 
 from experiments import plots, report_html, results, sweep_folder, sweep_points
 from experiments.report_html import Row, cell
@@ -41,12 +42,44 @@ class Metric:
         return cls(name, direction == "max" if colon else name in HIGHER_IS_BETTER)
 
 
-def write(folder: pathlib.Path, x: str, metrics: list[Metric]) -> dict:
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The column on the horizontal axis, and the texts of the metrics against it (`Metric.parse`)."""
+
+    x: str = "effective_bits"
+    y: tuple[str, ...] = METRICS
+
+    @classmethod
+    def chosen(cls, x: str | None, y: list[str] | None, default: Axes) -> Axes:
+        """What was given, and of `default` what was not. Raises ValueError for a text that is no metric."""
+        axes = cls(x or default.x, tuple(y or default.y))
+        axes.metrics()
+        return axes
+
+    @classmethod
+    def of_file(cls, source: types.ModuleType | None, path: str) -> Axes:
+        """REPORT_X and REPORT_Y of a sweep file. Raises ValueError for other types."""
+        x, y = getattr(source, "REPORT_X", cls.x), getattr(source, "REPORT_Y", cls.y)
+        if not isinstance(x, str) or not isinstance(y, (list, tuple)) or not all(isinstance(name, str) for name in y):
+            raise ValueError(f"--sweep={path}: REPORT_X={x!r}, REPORT_Y={y!r}: must be a column's name and a list of them")
+        return cls(x, tuple(y))
+
+    @classmethod
+    def recorded(cls, run: dict) -> Axes:
+        """Those of a run file."""
+        return cls(run["report"]["x"], tuple(run["report"]["y"])) if "report" in run else cls()
+
+    def metrics(self) -> list[Metric]:
+        return [Metric.parse(text) for text in self.y]
+
+
+def write(folder: pathlib.Path, axes: Axes) -> dict:
     """Writes sweep.jsonl, sweep.csv, sweep.md, a plot a metric and report.html, each whole or not at all.
 
     Returns:
       What the sweep's result says of it: rows, the report's path, and metrics that no row has.
     """
+    x, metrics = axes.x, axes.metrics()
     contents = sweep_folder.read(folder)
     names = sweep_points.varying([record["point"] for record in contents.records.values()])
     rows = sorted((row for record in contents.records.values() for row in rows_of(record, names)),
@@ -62,7 +95,7 @@ def write(folder: pathlib.Path, x: str, metrics: list[Metric]) -> dict:
         pictures = {m.name: new / Pareto(rows, x, m).save(new) for m in shown}
         (new / "sweep.jsonl").write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
         (new / "sweep.csv").write_text(to_csv(rows, columns(rows, x, shown)))
-        (new / "sweep.md").write_text(to_markdown(rows, x, shown))
+        (new / "sweep.md").write_text(to_markdown(rows, x, shown) + not_fitting(contents, names))
         absent = [m.name for m in metrics if m not in shown]
         (new / "report.html").write_text(report_html.page(contents, rows, columns(rows, x, shown), pictures, x, absent))
         for path in new.iterdir():
@@ -154,6 +187,12 @@ def to_markdown(rows: list[Row], x: str, metrics: list[Metric]) -> str:
     lines = [{**row, "pareto": cell(row["pareto"])} for row in rows]
     specs = {"label": "", x: ".3f", **{m.name: ".4g" for m in metrics}, "pareto": ""}
     return results.markdown_table(lines, specs) + "\n" if lines else ""
+
+
+def not_fitting(contents: sweep_folder.Contents, names: set[str]) -> str:
+    """The points that were refused, with the reason, under the table."""
+    lines = [f"- {label({}, {k: v for k, v in r['point'].items() if k in names})}: {r['error']}" for r in contents.refused()]
+    return "\nDoes not fit:\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,9 @@ def split_constant(rows: list[Row], columns: list[str]) -> tuple[dict[str, objec
 
 def state(contents: Contents, rows: list[Row]) -> str:
     failed, missing = len(contents.failed()), len(contents.missing())
-    counts = f"{len(contents.records)} points finished, {failed} of them failed, {missing} still to run; {len(rows)} rows."
+    refused = len(contents.refused())
+    counts = (f"{len(contents.records)} points finished, {failed} of them failed"
+              f"{f', {refused} do not fit into memory' if refused else ''}, {missing} still to run; {len(rows)} rows.")
     return f"<p{' class=failed' if failed or missing else ''}>{counts} Written {text(results.utc_now())}.</p>"
 
 
@@ -98,16 +100,19 @@ def table(rows: list[Row], columns: list[str]) -> str:
 
 
 def failures(contents: Contents) -> str:
-    failed = contents.failed()
-    if not failed:
-        return ""
+    kinds = {"Failed points": contents.failed(), "Points that do not fit into memory": contents.refused()}
+    return "".join(listing(title, records) for title, records in kinds.items() if records)
+
+
+def listing(title: str, failed: list[dict]) -> str:
+    """Points and their errors."""
     items = []
     for record in failed:
         point = ", ".join(f"{name} = {value!r}" for name, value in record["point"].items()) or "without bindings"
         trace = text(record.get("traceback"))
         trace = trace and f"<details><summary>traceback</summary><pre>{trace}</pre></details>"
         items.append(f"<li><code>{text(point)}</code>: {text(record['error'])}{trace}</li>")
-    return f'<h2 class="failed">Failed points</h2><ul>{"".join(items)}</ul>'
+    return f'<h2 class="failed">{text(title)}</h2><ul>{"".join(items)}</ul>'
 
 
 def provenance(contents: Contents) -> str:

@@ -6,17 +6,20 @@
 
 A sweep file is Python. It defines `points()`, which returns a list of {gin binding: value} built with `experiments.grid`, and may
 set EXPERIMENT ("quality" otherwise), the name of an experiment in experiments/ or of a `cli.configurable` function of the file
-itself. Its docstring heads the report. Each --param is NAME=[ALTERNATIVE, ...], Python literals; several are crossed with each
+itself; REPORT_X and REPORT_Y, what --report_x and --report_y are then by default; and PROCESS_PER_POINT = True. Its docstring heads
+the report. Each --param is NAME=[ALTERNATIVE, ...], Python literals; several are crossed with each
 other and with the file's points. NAME is a gin binding or a flag of the experiment. Where the binding is itself a list, an
 alternative that is not one stands for a list of one: k_bits=[4, 3] is short for k_bits=[[4], [3]].
 
 --gin_file, --gin and the experiment's own flags hold for every point; a point's own bindings win over them.
 
 Every point is checked before any runs. All run in this process, one after another, so what an experiment keeps between calls (a
-model, reference scores) is loaded once. Each finished point is one line of DIR/points.jsonl; the same command again goes on after
-the last of them. A point that fails is recorded and stays failed until --retry_failed. The files that its contents come from
-(texts, checkpoints) are no part of a point's identity: after changing one, use another folder. With --shard=i/n several processes
-share the points and DIR; the last to finish writes the report of all: sweep.jsonl, sweep.csv, sweep.md, plots and report.html.
+model, reference scores) is loaded once. With PROCESS_PER_POINT each has a process of its own: its peak of memory is its own. Each
+finished point is one line of DIR/points.jsonl; the same command again goes on after the last of them. A point that fails is
+recorded and stays failed until --retry_failed; so does one that is refused because it does not fit into the device's memory, which
+is no failure of the sweep. The files that its contents come from (texts, checkpoints) are no part of a point's identity: after
+changing one, use another folder. With --shard=i/n several processes share the points and DIR; the last to finish writes the report
+of all: sweep.jsonl, sweep.csv, sweep.md, plots and report.html.
 
 The exit code is 1 when a point of the sweep has failed, 2 for bad input, 0 otherwise.
 """
@@ -26,37 +29,46 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import multiprocessing
 import pathlib
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import process
 from typing import Any
 
 import gin
+import jax
 from absl import flags
 from tqdm import tqdm
 
 from experiments import cli, grid, report, results, signature, sweep_folder, sweep_points
 from experiments.sweep_folder import PointsFile, Shard
 from experiments.sweep_points import describe, text_of
+from moejax import accounting
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A checked sweep. `common` is the gin configuration that all points share, `points` maps id -> bindings."""
+    """A checked sweep. `common` is the gin configuration that all points share, `points` maps id -> bindings; `alone`: each has a
+    process of its own; `axes`: the columns to plot."""
 
     experiment: Callable[..., cli.Work]
     common: str
     points: dict[str, grid.Point]
     title: str
+    alone: bool
+    axes: report.Axes
 
     def describe(self, shard: Shard, environments: list[dict]) -> dict:
         """What the run file says; enough to write the report without the sweep file."""
         title, _, notes = self.title.partition("\n")
         return {"experiment": self.experiment.__name__, "title": title.rstrip("."), "notes": inspect.cleandoc(notes),
                 "about": inspect.getdoc(self.experiment) or "", "common": self.common, "ids": shard.deal(list(self.points)),
-                "environments": environments}
+                "report": {"x": self.axes.x, "y": list(self.axes.y)}, "environments": environments}
 
 
 def define_flags(values: flags.FlagValues) -> flags.FlagValues:
@@ -67,9 +79,11 @@ def define_flags(values: flags.FlagValues) -> flags.FlagValues:
     flags.DEFINE_string("shard", None, "i/n: run the i-th of n equal shares, i from 0", flag_values=values)
     flags.DEFINE_boolean("retry_failed", False, "run failed points again", flag_values=values)
     flags.DEFINE_boolean("report_only", False, "run nothing, report what --output_dir holds", flag_values=values)
-    flags.DEFINE_string("report_x", "effective_bits", "column on the horizontal axis, lower is better", flag_values=values)
-    flags.DEFINE_multi_string("report_y", list(report.METRICS), "metric(s) to plot against it; NAME:max where higher is better",
-                              flag_values=values)
+    x, y = dataclasses.astuple(report.Axes())
+    flags.DEFINE_string("report_x", None, f"column on the horizontal axis, lower is better; {x} unless the sweep file has another",
+                        flag_values=values)
+    flags.DEFINE_multi_string("report_y", None, "metric(s) to plot against it; NAME:max where higher is better; "
+                              f"{', '.join(y)} unless the sweep file has others", flag_values=values)
     return values
 
 
@@ -90,15 +104,12 @@ def prepare(argv: list[str]) -> tuple[cli.Work, None]:
     if not given.output_dir:
         raise ValueError("--output_dir is required: the folder for points, tables and the report")
     folder = pathlib.Path(given.output_dir)
-    metrics = [report.Metric.parse(text) for text in given.report_y]
-
-    def write_report() -> dict:
-        return report.write(folder, given.report_x, metrics)
-
     if given.report_only:
-        if not sweep_folder.read(folder).runs:
+        runs = sweep_folder.read(folder).runs
+        if not runs:
             raise ValueError(f"--output_dir={folder}: holds no sweep to report")
-        return lambda: summary(folder, 0, write_report()), None
+        axes = report.Axes.chosen(given.report_x, given.report_y, report.Axes.recorded(next(iter(runs.values()))))
+        return lambda: summary(folder, 0, report.write(folder, axes)), None
     shard = Shard.parse(given.shard)
     sweep = checked(argv)
     here = sweep.describe(shard, [])
@@ -106,7 +117,7 @@ def prepare(argv: list[str]) -> tuple[cli.Work, None]:
         sweep_folder.check_same(folder, name, there, here)
     output = results.Output(given.output_dir, "sweep", argv)
     points_file = PointsFile(folder / shard.name("points", "jsonl"))  # makes the folder: last
-    return lambda: run(sweep, shard, points_file, output, given.retry_failed, write_report), None
+    return lambda: run(sweep, shard, points_file, output, given.retry_failed, argv), None
 
 
 def checked(argv: list[str]) -> Sweep:
@@ -128,19 +139,20 @@ def checked(argv: list[str]) -> Sweep:
     cli.configure(experiment, parameters, values)
     common = "\n".join(sweep_folder.bindings(gin.config_str(max_line_length=100_000)))
     sweep = Sweep(experiment, common, sweep_points.identified(experiment.__name__, common, points),
-                  ((source and source.__doc__) or f"Sweep of {experiment.__name__}").strip())
+                  ((source and source.__doc__) or f"Sweep of {experiment.__name__}").strip(),
+                  getattr(source, "PROCESS_PER_POINT", False),
+                  report.Axes.chosen(given.report_x, given.report_y, report.Axes.of_file(source, given.sweep)))
     for point in sweep.points.values():
         configure(sweep, point)
     return sweep
 
 
-def run(sweep: Sweep, shard: Shard, points_file: PointsFile, output: results.Output, retry_failed: bool,
-        write_report: Callable[[], dict]) -> dict:
-    """Runs what this shard still has to, and reports when no point of any shard is missing."""
+def run(sweep: Sweep, shard: Shard, points_file: PointsFile, output: results.Output, retry_failed: bool, argv: list[str]) -> dict:
+    """Runs what this shard still has to, and reports when no point of any shard is missing. `argv`: the command line."""
     folder = output.folder
     before = sweep_folder.read(folder)
     name = shard.name("run", "json")
-    environment = results.environment(output.command)
+    environment = (in_a_process if sweep.alone else call)(results.environment, output.command)
     environments = [*before.runs.get(name, {}).get("environments", []), environment]
     results.write_atomic(folder / name, json.dumps(sweep.describe(shard, environments), indent=1) + "\n")
     mine = shard.deal(list(sweep.points))
@@ -151,13 +163,13 @@ def run(sweep: Sweep, shard: Shard, points_file: PointsFile, output: results.Out
     with points_file, bar:
         for i in todo:
             bar.set_description(text_of({k: v for k, v in sweep.points[i].items() if k in names}))
-            record = run_point(sweep, sweep.points[i])
+            record = run_alone(argv, i, sweep.points[i]) if sweep.alone else run_point(sweep, sweep.points[i])
             points_file.append({"id": i, "experiment": sweep.experiment.__name__, "revision": environment["revision"], **record})
             if record["status"] != "ok":
-                bar.write(f"failed: {text_of(sweep.points[i])}: {record['error']}", file=sys.stderr)
+                bar.write(f"{record['status']}: {text_of(sweep.points[i])}: {record['error']}", file=sys.stderr)
             bar.update()
     everywhere = sweep.points.keys() <= sweep_folder.read(folder).records.keys()
-    return summary(folder, len(todo), write_report() if everywhere else None)
+    return summary(folder, len(todo), report.write(folder, sweep.axes) if everywhere else None)
 
 
 def summary(folder: pathlib.Path, ran: int, written: dict | None) -> dict:
@@ -165,7 +177,8 @@ def summary(folder: pathlib.Path, ran: int, written: dict | None) -> dict:
     contents = sweep_folder.read(folder)
     failed = contents.failed()
     return {"output_dir": str(folder), "points_run": ran, "points_finished": len(contents.records), "points_failed": len(failed),
-            "points_missing": len(contents.missing()), **(written or {"report": None}), "exit_code": 1 if failed else 0}
+            "points_refused": len(contents.refused()), "points_missing": len(contents.missing()),
+            **(written or {"report": None}), "exit_code": 1 if failed else 0}
 
 
 def run_point(sweep: Sweep, point: grid.Point) -> dict:
@@ -182,11 +195,53 @@ def run_point(sweep: Sweep, point: grid.Point) -> dict:
         result = json.loads(json.dumps(results.jsonable(result), allow_nan=False))
         record |= {"status": "failed" if exit_code else "ok", "result": result}
         record |= {"error": f"the experiment ended with {exit_code=}"} if exit_code else {}
+    except accounting.DoesNotFitError as e:
+        record |= {"status": "refused", "error": cli.one_line(e)}
     except (ValueError, NotImplementedError) as e:
         record |= {"status": "failed", "error": cli.one_line(e)}
+    except jax.errors.JaxRuntimeError as e:
+        full = "RESOURCE_EXHAUSTED" in str(e)  # what is known beforehand fitted, what the compiled program needs beside it did not
+        record |= {"status": "refused", "error": f"out of memory while it ran: {cli.one_line(e)}"} if full else failure(e)
     except Exception as e:
-        record |= {"status": "failed", "error": f"{type(e).__name__}: {cli.one_line(e)}", "traceback": traceback.format_exc()}
+        record |= failure(e)
     return {**record, "seconds": time.perf_counter() - start}
+
+
+def failure(error: Exception) -> dict:
+    """What is recorded of an error that is being handled."""
+    return {"status": "failed", "error": f"{type(error).__name__}: {cli.one_line(error)}", "traceback": traceback.format_exc()}
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns."""
+    return function(*args)
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """The same, from a process that does nothing else. Raises BrokenProcessPool when it dies."""
+    spawn = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(1, spawn, initializer=_die_silently) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _die_silently() -> None:
+    """An interrupt is said by the process that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_alone(argv: list[str], point_id: str, point: grid.Point) -> dict:
+    """`run_point` in a process of its own. This one has touched no device, whose memory would then be partly its own."""
+    start, utc = time.perf_counter(), results.utc_now()
+    try:
+        return in_a_process(_run_again_checked, argv, point_id)
+    except process.BrokenProcessPool:
+        return {"point": describe(point), "utc": utc, "status": "failed", "seconds": time.perf_counter() - start,
+                "error": "its process was killed or crashed (the system's memory?)"}
+
+
+def _run_again_checked(argv: list[str], point_id: str) -> dict:
+    sweep = checked(argv)
+    return run_point(sweep, sweep.points[point_id])
 
 
 def configure(sweep: Sweep, point: grid.Point) -> None:

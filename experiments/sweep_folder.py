@@ -57,7 +57,11 @@ class Contents:
         return [i for i in asked if i not in self.records]
 
     def failed(self) -> list[dict]:
-        return [record for record in self.records.values() if record["status"] != "ok"]
+        return [record for record in self.records.values() if record["status"] not in ("ok", "refused")]
+
+    def refused(self) -> list[dict]:
+        """Of points that the device's memory is too small for."""
+        return [record for record in self.records.values() if record["status"] == "refused"]
 
 
 def read(folder: pathlib.Path) -> Contents:

@@ -35,13 +35,14 @@ def require_memory(what: str, needed: int | Mapping[str, int]) -> None:
       needed: bytes, or bytes of each part.
 
     Raises:
-      DoesNotFitError: it is more than the device's memory; the message has the parts, largest first, and what there is.
+      DoesNotFitError: it is more than the device's memory; the message has the parts above a thousandth, largest first, and what
+        there is.
     """
     stats = jax.devices()[0].memory_stats() or {}  # a CPU has none: all of the machine's memory
     held = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    parts = "" if isinstance(needed, int) else " (" + ", ".join(
-        f"{name} {count / GIB:,.2f}" for name, count in sorted(needed.items(), key=lambda item: -item[1]) if count) + ")"
     total = needed if isinstance(needed, int) else sum(needed.values())
+    parts = "" if isinstance(needed, int) else " ({})".format(", ".join(
+        f"{name} {count / GIB:,.2f}" for name, count in sorted(needed.items(), key=lambda item: -item[1]) if count > total / 1000))
     if total > held:
         raise DoesNotFitError(f"{what} takes at least {total / GIB:,.1f} GiB{parts}, the device has {held / GIB:,.1f} GiB")
 

@@ -41,6 +41,7 @@ EXPERTS = "pallas_kernels/grouped_matmul/mosaic_gpu.py"
 EXPERTS_TESTED = "tests/pallas_kernels/test_grouped_matmul_mosaic_gpu.py"
 ORACLE = "tests/pallas_kernels/test_paged_attention_reference.py -k oracle_on_mixed_lengths"
 WEIGHT_RULES = "tests/moejax/test_weight_rules.py"
+SWEEP = "tests/experiments/test_sweep.py"
 
 MUTANTS = (
     Mutant("value scales used for keys", PAGES, 'plane[f"{name}_scales"]', 'plane["v_scales"]', OPENED),
@@ -206,6 +207,10 @@ MUTANTS = (
            f"{WEIGHT_RULES} -k holds"),
     Mutant("weights packed when all are read", "moejax/checkpoint.py", "            block.pack(of_block)\n", "            pass\n",
            f"{WEIGHT_RULES} -k before_the_next"),
+    Mutant("what does not fit fails the sweep", "experiments/sweep.py", "    except accounting.DoesNotFitError as e:\n"
+           "        record |= {\"status\": \"refused\", \"error\": cli.one_line(e)}\n", "", f"{SWEEP} -k do_not_fit"),
+    Mutant("all points in one process", "experiments/sweep.py", "if sweep.alone else run_point(sweep",
+           "if False else run_point(sweep", f"{SWEEP} -k process_for_every"),
     Mutant("compilation timed", "experiments/decode.py", "engine.generate(prompts, first, num_samples=num_samples)[0].ttft_ms",
            "0.0", "tests/experiments/test_decode.py -k one_repeat"),
 )

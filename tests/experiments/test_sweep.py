@@ -201,6 +201,66 @@ def test_a_failing_point_does_not_stop_the_others(run, flags, tmp_path):
     assert mended.result["rows"] == 8
 
 
+REFUSING = (SWEEP_FILE.replace("import dataclasses, pathlib, time", "import dataclasses, os, pathlib, time\nimport jax\n"
+                               "from moejax.accounting import DoesNotFitError")
+            .replace("[2, 3, 4]", "[2, 5, 7]")
+            .replace('raise ValueError(f"{bits=}: must not be 5")', 'raise DoesNotFitError("it takes 5 GiB (all of it 5.0)")')
+            .replace('raise KeyError("a bug")', 'raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of 7 bytes")')
+            .replace("time.sleep(seconds)", "if bits == 8:\n            os._exit(9)"))
+
+
+def test_points_that_do_not_fit_are_refused_and_no_failure(run, flags, file, tmp_path):
+    file.write_text(REFUSING)
+    done = run(*flags)
+    assert done.code == 0 and (done.result["points_refused"], done.result["points_failed"], done.result["rows"]) == (4, 0, 4)
+    records = {r["point"]["dummy.bits"]: r for r in lines(tmp_path / "out" / "points.jsonl")}
+    assert records[5]["status"] == records[7]["status"] == "refused" and records[2]["status"] == "ok"
+    assert records[5]["error"] == "it takes 5 GiB (all of it 5.0)"
+    assert records[7]["error"] == "out of memory while it ran: RESOURCE_EXHAUSTED: of 7 bytes"
+    page, table = ((tmp_path / "out" / name).read_text() for name in ("report.html", "sweep.md"))
+    assert "Points that do not fit into memory" in page and "Failed points" not in page and "4 do not fit" in page
+    assert "Does not fit:\n\n- bits=5, mode=a: it takes 5 GiB (all of it 5.0)\n" in table
+    assert run(*flags).result["points_run"] == 0
+    assert run(*flags, "--retry_failed").result["points_run"] == 4
+
+
+def test_a_process_for_every_point(run, flags, file, tmp_path):
+    said = 'PROCESS_PER_POINT = True\nREPORT_X = "pid"\nREPORT_Y = ["kl:max", "bits"]\n'
+    text = REFUSING.replace("EXPERIMENT =", said + "EXPERIMENT =").replace("[2, 5, 7]", "[2, 5]")
+    file.write_text(text.replace('"deep":', '"pid": os.getpid(), "bits": bits, "deep":'))
+    done = run(*flags)
+    assert done.code == 0 and (done.result["points_refused"], done.result["points_failed"]) == (2, 0)
+    rows = lines(tmp_path / "out" / "sweep.jsonl")
+    assert len({row["pid"] for row in rows}) == len(rows) / 2 == 2 and os.getpid() not in {row["pid"] for row in rows}
+    assert (tmp_path / "out" / "bits_by_pid.png").is_file() and done.result["metrics_absent"] == ["kl"]
+    (tmp_path / "out" / "bits_by_pid.png").unlink()
+    assert run(flags[1], "--report_only").result["rows"] == 4 and (tmp_path / "out" / "bits_by_pid.png").is_file()
+
+
+def test_a_point_that_kills_its_process_has_failed(run, flags, file, tmp_path):
+    file.write_text(REFUSING.replace("EXPERIMENT =", "PROCESS_PER_POINT = True\nEXPERIMENT =").replace("[2, 5, 7]", "[8, 2]"))
+    done = run(*flags)
+    assert done.code == 1 and (done.result["points_failed"], done.result["rows"]) == (2, 4)
+    records = {r["point"]["dummy.bits"]: r for r in lines(tmp_path / "out" / "points.jsonl")}
+    assert records[8]["status"] == "failed" and "its process was killed or crashed" in records[8]["error"]
+
+
+def test_axes_of_a_file_that_are_none_are_refused(run, flags, file):
+    file.write_text(SWEEP_FILE.replace("EXPERIMENT =", "REPORT_Y = 'kl'\nEXPERIMENT ="))
+    assert_refused(run(*flags), "dummy.py", "REPORT_Y='kl'", "list")
+
+
+def test_the_small_sweep_of_decode_steps(run, tmp_path):
+    done = run("--sweep=configs/sweeps/decode_bits_smoke.py", f"--output_dir={tmp_path / 'out'}")
+    assert done.code == 0, done.err
+    assert (done.result["points_refused"], done.result["points_failed"], done.result["rows"]) == (1, 0, 2)
+    rows = {row["kv_format"]: row for row in lines(tmp_path / "out" / "sweep.jsonl")}
+    assert rows["k3v3"]["read_weights_gb"] < rows["k16v16"]["read_weights_gb"]
+    assert all(row["peak_process_gb"] > 0 and row["tpot_ms_p50"] > 0 for row in rows.values())
+    table = (tmp_path / "out" / "sweep.md").read_text()
+    assert "peak_process_gb" in table and "closed KV pages" in table and "context=1073741824" in table
+
+
 def test_report(run, flags, tmp_path):
     run(*flags)
     page = (tmp_path / "out" / "report.html").read_text()
