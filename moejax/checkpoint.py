@@ -1,6 +1,7 @@
 """Load, save and restore models: Hugging Face folders and hub ids, GGUF files, Orbax checkpoints."""
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -9,6 +10,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,9 +97,9 @@ def load_source(source: HFSource | GGUFSource, *, dtype=None, mesh: Mesh | None 
     tokenizer = _tokenizer_of(source)
     config = _with_decodable(source.config, tokenizer)
     param_dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
-    if mesh is None:
-        _require_memory(config, formats, param_dtype)
     graphdef, shapes = abstract(config, param_dtype=param_dtype)
+    if mesh is None:
+        _require_memory(config, shapes, formats, param_dtype)
 
     def read(path, leaf):
         array = source.read(path, leaf.shape, leaf.dtype)
@@ -122,14 +124,16 @@ def load_source(source: HFSource | GGUFSource, *, dtype=None, mesh: Mesh | None 
     return model, tokenizer
 
 
-def _require_memory(config: ModelConfig, formats: Formats, dtype) -> None:
-    """Refuses weights that do not fit, with the largest block as it is read where one is packed."""
-    kept = nnx.state(packed_shapes(config, formats, param_dtype=dtype))
+def _require_memory(config: ModelConfig, shapes: nnx.State, formats: Formats, dtype) -> None:
+    """Refuses weights that do not fit: of these shapes, or packed, with the largest block as it is read."""
+    kept = nnx.state(packed_shapes(config, formats, param_dtype=dtype)) if formats else shapes
     parts = accounting.held_bytes(config, kept)
     if formats:
-        plain = packed_shapes(config, {}, param_dtype=dtype)
-        parts["a block before it is packed"] = max(
-            sum(accounting.nbytes(leaf) for leaf in jax.tree.leaves(nnx.state(block))) for block in plain.blocks)
+        blocks: collections.Counter[Any] = collections.Counter()
+        for path, leaf in nnx.to_flat_state(shapes):
+            if path[0] == "blocks":
+                blocks[path[1]] += accounting.nbytes(leaf)
+        parts["a block before it is packed"] = max(blocks.values())
     accounting.require_memory("the model", parts)
 
 

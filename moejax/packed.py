@@ -13,7 +13,7 @@ from moejax.weight_rules import WeightFormat
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.packed_weights import interleave, pack_weights
 from pallas_kernels.packing import pack_codes, unpack_codes
-from pallas_kernels.qarray import QArray, quantize
+from pallas_kernels.qarray import QArray, quantize, quantize_fp8, quantize_mxfp4
 from pallas_kernels.stored_weights import StoredWeights, codes_of, lowest
 from pallas_kernels.tpu_weights import pack_tpu_weights
 
@@ -89,8 +89,15 @@ def _kept(w: jax.Array, weight_format: WeightFormat) -> QArray | jax.Array:
     """What is packed of [E, k, n]."""
     if weight_format.bits == 16:
         return w.astype(jnp.bfloat16)
-    quantized = functools.partial(quantize, bits=weight_format.bits, group_size=weight_format.group_of(w.shape[1]),
-                                  symmetric=weight_format.symmetric)
+    group_size = weight_format.group_of(w.shape[1])
+    match weight_format.kind:
+        case "mxfp4":
+            quantized: Callable[[jax.Array], QArray] = quantize_mxfp4
+        case "fp8_e4m3":
+            quantized = functools.partial(quantize_fp8, group_size=group_size)
+        case _:
+            quantized = functools.partial(
+                quantize, bits=weight_format.bits, group_size=group_size, symmetric=weight_format.symmetric)
     return jax.lax.map(quantized, w)  # an expert at a time: it is done in float32
 
 

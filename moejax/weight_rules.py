@@ -22,9 +22,11 @@ from typing import NamedTuple
 
 from moejax.config import ModelConfig, MoE
 from pallas_kernels.packed_weights import BLOCK, MAX_CHUNK
+from pallas_kernels.qarray import MX_GROUP
 
 # "bf16" leaves weights as they are loaded; the others are packed, "packed_bf16" bit for bit.
-WEIGHT_BITS = {"bf16": 16, "packed_bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
+# The kernels read all but the last two yet, which the reference serves.
+WEIGHT_BITS = {"bf16": 16, "packed_bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2, "fp8_e4m3": 8, "mxfp4": 4}
 GROUP_SIZES = (32, 64, 128)
 DENSE = ("attention", "mlp", "shared", "lm_head")
 # Matrices of one module: all of them are packed, or none.
@@ -55,6 +57,10 @@ class WeightFormat:
             raise ValueError(f"group size {self.group_size}: accepted are {', '.join(map(str, GROUP_SIZES))}")
         if self.bits == 16 and (self.group_size is not None or not self.symmetric):
             raise ValueError(f"{self.name!r}: {self.kind} has neither groups nor zero points")
+        if self.has_float_codes and not self.symmetric:
+            raise ValueError(f"{self.name!r}: {self.kind} has no zero points")
+        if self.kind == "mxfp4" and self.group_size not in (None, MX_GROUP):
+            raise ValueError(f"{self.name!r}: groups of mxfp4 are of {MX_GROUP}")
 
     @classmethod
     def parse(cls, text: str) -> WeightFormat:
@@ -79,6 +85,10 @@ class WeightFormat:
         return WEIGHT_BITS[self.kind]
 
     @property
+    def has_float_codes(self) -> bool:
+        return self.kind in ("fp8_e4m3", "mxfp4")
+
+    @property
     def packed(self) -> bool:
         """Is it anything but left as it is?"""
         return self.kind != "bf16"
@@ -90,7 +100,7 @@ class WeightFormat:
 
     def group_of(self, k: int) -> int:
         """Channels a group of a contraction of k."""
-        return self.group_size or math.gcd(k, MAX_CHUNK)
+        return MX_GROUP if self.kind == "mxfp4" else self.group_size or math.gcd(k, MAX_CHUNK)
 
 
 class Matrix(NamedTuple):
@@ -229,8 +239,8 @@ def _check(name: str, weight_format: WeightFormat, matrix: Matrix, formats: Form
     k, n = matrix
     group = weight_format.group_of(k)
     if name == "embedding":
-        if weight_format.bits == 16:
-            raise ValueError(f"{where}: accepted are {', '.join(kind for kind in WEIGHT_BITS if kind != 'packed_bf16')}")
+        if weight_format.bits == 16 or weight_format.has_float_codes:
+            raise ValueError(f"{where}: accepted are bf16, int8, int4, int3, int2")
         if config.tie_word_embeddings and "lm_head" not in formats:
             raise ValueError(f"{where}: it is the output projection too; give lm_head a format as well")
     if k % BLOCK or (n % BLOCK and name not in ("embedding", "lm_head")):

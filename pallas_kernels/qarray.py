@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 WEIGHT_BITS = (2, 3, 4, 8)
 SCALE_DTYPES = ("float32", "bfloat16")
+FLOAT_CODES = {8: jnp.dtype(jnp.float8_e4m3fn), 4: jnp.dtype(jnp.float4_e2m1fn)}  # by bits
+MX_GROUP = 32
 
 
 def code_dtype(bits: int) -> jnp.dtype:
@@ -24,7 +26,7 @@ class QArray:
     """A quantised array.
 
     Attributes:
-      qvalue: int8 for 8 bits, int4 for fewer, [..., k, ...]; within ±2**(bits - 1).
+      qvalue: int8 for 8 bits, int4 for fewer, [..., k, ...], within ±2**(bits - 1); or float8_e4m3fn, float4_e2m1fn.
       scale: float32 or bfloat16, the shape of `qvalue` but k // group_size on `axis`. Multiplies.
       zero_point: like `scale`, in the dtype of `qvalue`; None if symmetric. Subtracted from `qvalue`.
       axis: the quantised axis, negative, counted from the end (so that leading axes may be added or mapped over).
@@ -49,9 +51,13 @@ class QArray:
         return self.qvalue.ndim
 
     @property
+    def has_float_codes(self) -> bool:
+        return self.qvalue.dtype in FLOAT_CODES.values()
+
+    @property
     def nbytes(self) -> int:
-        """Bytes stored: values in int4 count half a byte each."""
-        value_bits = jnp.iinfo(self.qvalue.dtype).bits
+        """Bytes stored: values of 4 bits count half a byte each."""
+        value_bits = (jnp.finfo if self.has_float_codes else jnp.iinfo)(self.qvalue.dtype).bits
         zero_bits = 0 if self.zero_point is None else self.zero_point.size * value_bits
         return (self.qvalue.size * value_bits + zero_bits) // 8 + self.scale.nbytes
 
@@ -85,14 +91,7 @@ def quantize(
         raise ValueError(f"{bits=}: accepted are {', '.join(map(str, WEIGHT_BITS))}")
     if jnp.dtype(scale_dtype).name not in SCALE_DTYPES:
         raise ValueError(f"{scale_dtype=}: accepted are {', '.join(SCALE_DTYPES)}")
-    if not -w.ndim <= axis < w.ndim:
-        raise ValueError(f"{axis=}: {w.shape=} has no such axis")
-    axis = axis - w.ndim if axis >= 0 else axis
-    size = w.shape[axis]
-    group_size = size if group_size is None else group_size
-    if group_size < 1 or size % group_size:
-        raise ValueError(f"{group_size=}: must divide the {size} elements of axis {axis} of {w.shape=}")
-    groups = _split_groups(w.astype(jnp.float32), axis, group_size)
+    groups, axis, group_size = _groups(w, axis, group_size)
     dtype = code_dtype(bits)
     top = 2 ** (bits - 1) - 1
     if symmetric:
@@ -108,6 +107,50 @@ def quantize(
     qvalue = jnp.clip(codes, bottom, top).reshape(w.shape).astype(jnp.int8).astype(dtype)
     zero_point = None if zero is None else zero.squeeze(axis).astype(jnp.int8).astype(dtype)
     return QArray(qvalue, scale.squeeze(axis).astype(scale_dtype), zero_point, axis, group_size, bits)
+
+
+def quantize_fp8(w: jax.Array, *, axis: int = -2, group_size: int | None = None) -> QArray:
+    """Rounds to float8_e4m3fn times a float32 scale a group, with which the largest of the group becomes the largest code, 448.
+
+    Arguments and errors as of `quantize`.
+    """
+    groups, axis, group_size = _groups(w, axis, group_size)
+    scale = jnp.max(jnp.abs(groups), axis, keepdims=True) / 448
+    codes = jnp.clip(groups / jnp.where(scale > 0, scale, 1.0), -448, 448).astype(FLOAT_CODES[8])
+    return QArray(codes.reshape(w.shape), scale.squeeze(axis), None, axis, group_size, 8)
+
+
+def quantize_mxfp4(w: jax.Array, *, axis: int = -2) -> QArray:
+    """Rounds to MXFP4 (OCP Microscaling Formats 1.0): float4_e2m1fn times a power of two for each 32 elements.
+
+    The power is that of the group's largest magnitude, less 2, the largest exponent of a code; what is then beyond 6, the largest
+    code, becomes 6. Scales are kept as bfloat16, which holds them exactly, in 16 bits; the standard takes 8.
+
+    Args:
+      w: float [..., k, ...], k a multiple of 32.
+      axis: as of `quantize`.
+
+    Raises:
+      ValueError: an axis or size that does not fit.
+    """
+    groups, axis, group_size = _groups(w, axis, MX_GROUP)
+    largest = jnp.max(jnp.abs(groups), axis, keepdims=True)
+    exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 127)  # frexp's mantissa is from a half to one: one more than floor(log2)
+    scale = jnp.ldexp(jnp.float32(1), exponent)
+    codes = jnp.clip(groups / scale, -6, 6).astype(FLOAT_CODES[4])
+    return QArray(codes.reshape(w.shape), scale.squeeze(axis).astype(jnp.bfloat16), None, axis, group_size, 4)
+
+
+def _groups(w: jax.Array, axis: int, group_size: int | None) -> tuple[jax.Array, int, int]:
+    """(`w` in float32 and in groups, the negative axis, elements a group). Raises ValueError for what does not fit."""
+    if not -w.ndim <= axis < w.ndim:
+        raise ValueError(f"{axis=}: {w.shape=} has no such axis")
+    axis = axis - w.ndim if axis >= 0 else axis
+    size = w.shape[axis]
+    group_size = size if group_size is None else group_size
+    if group_size < 1 or size % group_size:
+        raise ValueError(f"{group_size=}: must divide the {size} elements of axis {axis} of {w.shape=}")
+    return _split_groups(w.astype(jnp.float32), axis, group_size), axis, group_size
 
 
 def _split_groups(x: jax.Array, axis: int, group_size: int) -> jax.Array:

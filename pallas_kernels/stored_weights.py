@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.qarray import SCALE_DTYPES, WEIGHT_BITS, QArray, code_dtype
+from pallas_kernels.qarray import FLOAT_CODES, SCALE_DTYPES, WEIGHT_BITS, QArray, code_dtype
+
+_BITS = {8: jnp.dtype("uint8"), 4: jnp.dtype("uint4")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class MatrixLayout:
       group_size: k of one scale. k for 16 bits.
       scale_dtype: float32 or bfloat16.
       has_zero: are there zero points?
+      float_codes: are codes float8_e4m3fn (8 bits) or float4_e2m1fn (4) in place of integers?
 
     Raises:
       ValueError: a field out of what is accepted, by name.
@@ -35,6 +38,7 @@ class MatrixLayout:
     group_size: int
     scale_dtype: str = "float32"
     has_zero: bool = False
+    float_codes: bool = False
 
     def check(self, **units: int) -> None:
         """What holds for every layout, and that the fields named are multiples of these units."""
@@ -43,6 +47,9 @@ class MatrixLayout:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a multiple of {unit}")
         if self.bits not in (*WEIGHT_BITS, 16):
             raise ValueError(f"bits={self.bits}: accepted are {', '.join(map(str, (*WEIGHT_BITS, 16)))}")
+        if self.float_codes and (self.bits not in FLOAT_CODES or self.has_zero):
+            raise ValueError(f"float_codes=True: bits={self.bits}, has_zero={self.has_zero}: must be of "
+                             f"{' or '.join(map(str, FLOAT_CODES))} bits without zero points")
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"scale_dtype={self.scale_dtype!r}: accepted are {', '.join(SCALE_DTYPES)}")
 
@@ -106,13 +113,16 @@ def pack[L: MatrixLayout](w: QArray | jax.Array, layout_type: type[L], pack_one:
         if w.axis != -2:
             raise ValueError(f"w.axis={w.axis}: quantisation groups must run along k, axis -2")
         layout = layout_type(
-            k=k, n=n, bits=w.bits, group_size=w.group_size, scale_dtype=w.scale.dtype.name, has_zero=w.zero_point is not None)
+            k=k, n=n, bits=w.bits, group_size=w.group_size, scale_dtype=w.scale.dtype.name, has_zero=w.zero_point is not None,
+            float_codes=w.has_float_codes)
     # An expert at a time: what is being packed takes four bytes a code.
     return lax.map(functools.partial(pack_one, layout=layout), w), layout
 
 
 def codes_of(w: QArray | jax.Array) -> jax.Array:
-    """uint32 codes, counted from the lowest; of bfloat16 numbers their bits."""
+    """uint32 codes, counted from the lowest; of float codes and of bfloat16 numbers their bits."""
+    if isinstance(w, QArray) and w.has_float_codes:
+        return lax.bitcast_convert_type(w.qvalue, _BITS[w.bits]).astype(jnp.uint32)
     if isinstance(w, QArray):
         return (w.qvalue.astype(jnp.int32) + lowest(w.bits)).astype(jnp.uint32)
     return lax.bitcast_convert_type(w, jnp.uint16).astype(jnp.uint32)
@@ -122,6 +132,10 @@ def weights_of(codes: jax.Array, scale: jax.Array | None, zero: jax.Array | None
     """The inverse of `codes_of`, with scales and signed zero points [..., k / group_size, n]; None for 16 bits, or without."""
     if scale is None:
         return lax.bitcast_convert_type(codes.astype(jnp.uint16), jnp.bfloat16)
+
+    if layout.float_codes:
+        qvalue = lax.bitcast_convert_type(codes.astype(_BITS[layout.bits]), FLOAT_CODES[layout.bits])
+        return QArray(qvalue, scale, None, -2, layout.group_size, layout.bits)
 
     def stored(x: jax.Array) -> jax.Array:
         return x.astype(jnp.int8).astype(code_dtype(layout.bits))

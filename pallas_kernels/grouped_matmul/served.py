@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.qarray import FLOAT_CODES
 from pallas_kernels.stored_weights import StoredWeights
 
 MAX_ROWS = 4096  # above, a kernel that computes 64 rows or more at a time is in order
@@ -13,6 +14,9 @@ def refuse_others(backend: str, weights: type[StoredWeights], x, w, out_dtype) -
     """Raises NotImplementedError, by name, for what `backend`, which reads `weights`, does not serve."""
     if not isinstance(w, weights):
         raise NotImplementedError(f"{backend}: {type(w).__name__} weights {w.shape}: only {weights.__name__} are read")
+    if w.layout.float_codes:
+        kind = FLOAT_CODES[w.layout.bits].name
+        raise NotImplementedError(f"{backend}: {kind} weights {w.shape}: only integer codes and bfloat16 are read")
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"{backend}: x.dtype={x.dtype}: only bfloat16")
     if not 0 < x.shape[0] <= MAX_ROWS:

@@ -1,5 +1,6 @@
 """Rules of weight formats: which matrix gets what, what is refused, and that the model holds what they say."""
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -15,8 +16,9 @@ from moejax.model import Block
 from moejax.packed import PackedEmbedding
 from moejax.random_model import random_model
 from moejax.weight_rules import WeightFormat, formats_of, matrices
+from pallas_kernels import dispatch
 from pallas_kernels.fused_router import RouterRule
-from pallas_kernels.qarray import quantize
+from pallas_kernels.qarray import quantize, quantize_fp8, quantize_mxfp4
 
 MOE = MoE(num_experts=5, moe_intermediate_size=96, rule=RouterRule(num_experts_per_tok=2), shared_intermediate_size=32)
 CONFIG = ModelConfig(
@@ -72,6 +74,8 @@ def test_the_last_rule_that_matches_decides():
     (["experts=packed_bf16:g64"], "neither groups nor zero points"),
     (["experts=int4:g64"], "layers.1.experts.down in 'int4:g64': groups of 64 do not divide its 96 channels; accepted are 32"),
     (["experts.down=int4"], "layers.1.experts.down in 'int4': layers.1.experts.gate_up must be packed too"),
+    (["embedding=mxfp4"], "embedding in 'mxfp4': accepted are bf16, int8"),
+    (["experts=mxfp4:g64"], "groups of mxfp4 are of 32"), (["experts=fp8_e4m3:asym"], "fp8_e4m3 has no zero points"),
     (["embedding=packed_bf16"], "embedding in 'packed_bf16': accepted are bf16, int8"),
 ])
 def test_what_is_refused(rules, words):
@@ -116,6 +120,21 @@ def test_a_loaded_model_holds_what_the_rules_say():
     np.testing.assert_allclose(packed.embed(tokens), plain.embed(tokens), atol=0.02 * float(jnp.abs(plain.embed(tokens)).max()))
     np.testing.assert_array_equal(packed.blocks[0].mlp.router.w_router_DE[...], plain.blocks[0].mlp.router.w_router_DE[...])
     assert np.isfinite(np.asarray(packed(tokens).logits)).all()
+
+
+@pytest.mark.parametrize(("kind", "quantized"), [("fp8_e4m3:g32", quantize_fp8), ("mxfp4", quantize_mxfp4)])
+def test_float_codes_are_served_by_the_reference(kind, quantized):
+    plain, _ = moejax.load(GOLDEN)
+    packed, _ = moejax.load(GOLDEN, expert_weights=kind)
+    down = plain.blocks[1].mlp.w_down_EFD[...]  # 32 channels
+    np.testing.assert_array_equal(packed.blocks[1].mlp.down.weights().dequantize(), quantized(down).dequantize())
+    tokens = jnp.asarray([[1, 5, 9]], jnp.int32)
+    got = np.asarray(packed(tokens).logits)
+    assert dispatch.last_implementation("grouped_matmul") == "reference"
+    for block in plain.blocks:
+        for w in (block.mlp.w_gate_EDF, block.mlp.w_up_EDF, block.mlp.w_down_EFD):
+            w[...] = (functools.partial(quantize_fp8, group_size=32) if kind != "mxfp4" else quantize_mxfp4)(w[...]).dequantize()
+    np.testing.assert_allclose(got, np.asarray(plain(tokens).logits), atol=1e-4)
 
 
 def test_random_models_take_the_same_rules():

@@ -17,7 +17,7 @@ import pytest
 
 from pallas_kernels import grouped_matmul, interleave, pack_weights
 from pallas_kernels.packed_weights import PackedWeights
-from pallas_kernels.qarray import quantize
+from pallas_kernels.qarray import quantize, quantize_fp8, quantize_mxfp4
 from tests.pallas_kernels.close_page_cases import FAST_COMPILE
 from tests.tolerances import assert_close
 
@@ -246,6 +246,13 @@ class MosaicMatmulCases(PackedMatmulCases):
         for row, sizes in ((2, (1, 0, 0, 0)), (3, (0, 0, 1, 0)), (15, (0, 0, 1, 0)), (16, (0, 0, 0, 1))):
             alone = np.asarray(self.run(x[row:row + 1], packed, sizes, preferred_element_type=jnp.dtype("float32")))
             np.testing.assert_array_equal(alone[0], together[row])
+
+    @pytest.mark.parametrize(("quantized", "name"), [(quantize_fp8, "float8_e4m3fn"), (quantize_mxfp4, "float4_e2m1fn")])
+    def test_float_codes_are_refused_by_name(self, quantized, name):
+        with pytest.raises(NotImplementedError, match=f"{name} weights"):
+            self.backend.grouped_matmul(
+                jnp.zeros((4, 64), jnp.bfloat16), type(self).pack(quantized(jnp.ones((2, 64, 32)))), jnp.zeros(2, jnp.int32),
+                preferred_element_type=jnp.bfloat16)
 
     @pytest.mark.parametrize(("change", "message"), [
         ({"w": quantize(jnp.ones((2, 64, 32)), bits=4)}, "QArray weights"), ({"w": jnp.ones((2, 64, 32))}, "only {}"),

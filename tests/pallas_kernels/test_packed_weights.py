@@ -12,7 +12,7 @@ from pallas_kernels.packed_weights import (
     pack_weights,
     unpack_weights,
 )
-from pallas_kernels.qarray import quantize
+from pallas_kernels.qarray import quantize, quantize_fp8, quantize_mxfp4
 
 W = np.random.default_rng(0).normal(size=(3, 384, 96)).astype(np.float32)
 FORMATS = [(bits, group, scale, symmetric) for bits in (2, 3, 4, 8) for group, scale, symmetric in (
@@ -36,6 +36,17 @@ def test_a_bijection(bits, group, scale, symmetric, k):
     assert packed.shape == q.shape and packed.words.dtype == jnp.uint32 and packed.words.shape[-1] % 32 == 0
     same(unpack_weights(packed), q)
     np.testing.assert_array_equal(packed.dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize("quantized", [quantize_fp8, quantize_mxfp4])
+def test_float_codes_are_a_bijection(quantized):
+    q = quantized(jax.random.normal(jax.random.key(1), (2, 128, 96)))
+    packed = jax.jit(pack_weights)(q)
+    assert packed.layout.float_codes and packed.layout.bits == q.bits
+    same(unpack_weights(packed), q)
+    np.testing.assert_array_equal(packed.dequantize(), q.dequantize())
+    with pytest.raises(ValueError, match="float_codes=True: bits=3"):
+        WeightLayout(k=128, n=96, bits=3, group_size=32, float_codes=True)
 
 
 @pytest.mark.parametrize("k", [384, 64, 32])

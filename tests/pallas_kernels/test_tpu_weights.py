@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QArray, interleave, pack_tpu_weights, unpack_tpu_weights
-from pallas_kernels.qarray import quantize
+from pallas_kernels.qarray import quantize, quantize_fp8, quantize_mxfp4
 from pallas_kernels.tpu_weights import TpuWeightLayout, join_runs, split_runs
 from tests.pallas_kernels.close_page_cases import FAST_COMPILE
 
@@ -32,6 +32,17 @@ def test_a_bijection(bits, k, group, scale, symmetric):
     assert packed.words.shape == (2, packed.layout.rows, 256) and packed.layout.rows % 8 == 0
     same(unpack(packed), q)
     np.testing.assert_array_equal(packed.dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize("quantized", [quantize_fp8, quantize_mxfp4])
+def test_float_codes_are_a_bijection(quantized):
+    q = quantized(jax.random.normal(jax.random.key(1), (2, 128, 96)))
+    packed = jax.jit(pack_tpu_weights)(q)
+    assert packed.layout.float_codes and packed.layout.bits == q.bits
+    same(unpack_tpu_weights(packed), q)
+    np.testing.assert_array_equal(packed.dequantize(), q.dequantize())
+    with pytest.raises(ValueError, match="float_codes=True: bits=3"):
+        TpuWeightLayout(k=128, n=96, bits=3, group_size=32, float_codes=True)
 
 
 @pytest.mark.parametrize("k", [384, 64, 16])
