@@ -192,7 +192,7 @@ MUTANTS = (
            "(1 - layer.mlp.rule.num_experts_per_tok / layer.mlp.num_experts) ** batch",
            "tests/experiments/test_decode.py -k skewed"),
     Mutant("random models made whatever there is", "experiments/random_decode.py",
-           "    require_memory(random_shapes(config, **weights), formats, batch, max_len)\n", "",
+           "    require_memory(packed_shapes(config, weights, param_dtype=jnp.bfloat16), formats, batch, max_len)\n", "",
            "tests/experiments/test_decode.py -k do_not_fit"),
     Mutant("packed experts counted as dense", "moejax/accounting.py", 'return "experts" if isinstance(config',
            'return "mlp" if isinstance(config',
